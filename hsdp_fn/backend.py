@@ -1,0 +1,110 @@
+"""What a framework has to provide: storage, four copies, three collectives. Everything else is in the core.
+
+A backend is bound to one rank's process groups (or, for the numpy reference, to all ranks at once). Tensors are opaque
+to the core. Methods that communicate say so; the core calls them in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .layout import Flat, Layout, Member
+from .mesh import MeshSpec
+
+#: A framework's tensor.
+Tensor = Any
+#: A running collective; None when it has already finished.
+Handle = Any
+
+
+class Backend(Protocol):
+    """The protocol between the core and a framework."""
+
+    name: str
+
+    def check(self, layout: Layout) -> None:
+        """Raise `MeshError` or `BackendError` when this layout can't run here. Does not communicate."""
+        ...
+
+    def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
+        """All ranks' messages, in rank order. Control plane: called by `shard` only, so that ranks fail together."""
+        ...
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Shape as seen by one rank."""
+        ...
+
+    def dtype(self, tensor: Tensor) -> str:
+        """Dtype by neutral name."""
+        ...
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """Bytes that one rank holds for this tensor."""
+        ...
+
+    def local_shape(self, mesh: MeshSpec, member: Member) -> tuple[int, ...]:
+        """Shape of this rank's rows of a parameter, as `split` gives and `join` takes them."""
+        ...
+
+    def shard_params(self, mesh: MeshSpec, flat: Flat, params: Sequence[Tensor]) -> Tensor:
+        """Full parameters to this rank's new flat shard, padding zeroed, where the layout's offload policy keeps it."""
+        ...
+
+    def split(self, mesh: MeshSpec, flat: Flat, shard: Tensor) -> tuple[Tensor, ...]:
+        """Views of this rank's rows, one a member, without padding."""
+        ...
+
+    def join(self, mesh: MeshSpec, flat: Flat, shard: Tensor, rows: Sequence[Tensor | None]) -> Tensor:
+        """A flat shard with these rows; None keeps the rows of ``shard``. Rows that already are views of ``shard``
+        cost nothing and give ``shard`` back."""
+        ...
+
+    def load(self, shard: Tensor, dtype: str) -> Tensor:
+        """A shard on the compute device in ``dtype``; the same tensor when it is that already."""
+        ...
+
+    def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
+        """``shard * factor`` cast to ``dtype``, where shards are kept. May overwrite ``shard``."""
+        ...
+
+    def settle(self) -> None:
+        """Block until what `store` copied off the device can be read by the host."""
+        ...
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        """The tensor in ``dtype``; the same object when it is that already."""
+        ...
+
+    def add(self, a: Tensor, b: Tensor, dtype: str) -> Tensor:
+        """``a + b`` computed and returned in ``dtype``, in new memory."""
+        ...
+
+    def clone(self, tensor: Tensor) -> Tensor:
+        """A copy that shares no memory."""
+        ...
+
+    def pack(self, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
+        """Full gradients, one a member, to the reduce-scatter's input in ``dtype``, times ``factor``: rank chunks one
+        after another, each laid out like a flat shard. None and padding become zeros. Always new memory."""
+        ...
+
+    def unpack(self, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
+        """The all-gather's output to contiguous full parameters, one a member, without padding."""
+        ...
+
+    def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, Handle]:
+        """Communicates: all-gather over the mesh's shard group. Output of ``shard_size`` times the elements."""
+        ...
+
+    def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, Handle]:
+        """Communicates: sum reduce-scatter over the shard group. Output of ``1 / shard_size`` of the elements."""
+        ...
+
+    def all_reduce(self, mesh: MeshSpec, buffer: Tensor) -> tuple[Tensor, Handle]:
+        """Communicates: sum all-reduce over the replicate group, in place where the framework can."""
+        ...
+
+    def wait(self, handle: Handle) -> None:
+        """Order the caller (the current stream, or the host) after a collective. Raises what the collective raised."""
+        ...

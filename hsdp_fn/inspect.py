@@ -1,0 +1,104 @@
+"""States that a person can read: what is where, what differs, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .backend import Tensor
+from .layout import UnitLayout
+from .schedule import totals
+from .state import GradShards, HSDPState, Pending, UnitState
+
+_FIELDS = ("master", "full", "acc_full", "acc_partial", "reducing", "grad")
+
+
+def memory_bytes(state: HSDPState) -> dict[str, int]:
+    """Bytes that this rank holds, by field of `UnitState`, and their ``total``. Full parameters that alias the masters
+    (one shard, no cast) count once, as masters; ``in_flight`` holds the buffers of running collectives."""
+    sums = dict.fromkeys(("master", "full", "acc_full", "acc_partial", "grad", "in_flight"), 0)
+    for u in state.units:
+        for field in _FIELDS:
+            key = "in_flight" if field == "reducing" or isinstance(getattr(u, field), Pending) else field
+            sums[key] += sum(state.backend.nbytes(t) for t in _tensors(u, field))
+        if isinstance(u.full, tuple):
+            sums["full"] -= _aliased_bytes(u, state.layout.units[state.layout.unit_index[u.name]], state)
+    sums["total"] = sum(sums.values())
+    return sums
+
+
+def describe(state: HSDPState) -> str:
+    """The state as a table: a line a unit with phases, parameters, shard, and bytes held; then the collectives issued
+    since the last step. Does not communicate and works on a consumed state too."""
+    layout, mesh = state.layout, state.layout.mesh
+    consumed = f", consumed by {state.token.consumer} at {state.token.line}" if state.token.consumer else ""
+    axes = " x ".join(f"{name}={n}" for name, n in zip(mesh.names, mesh.shape, strict=True))
+    lines = [
+        f"HSDPState step {state.step}, microbatch {state.micro}, layout {layout.digest}, backend {state.backend.name}"
+        f"{consumed}",
+        f"mesh {axes}: shard over {mesh.shard or 'nothing'}, replicate over {mesh.replicate or 'nothing'}",
+        f"{'unit':<24} {'params':<10} {'grads':<9} {'tensors':>7} {'elements':>12} {'shard':>12} {'bytes':>12}",
+    ]
+    for u, plan in zip(state.units, layout.units, strict=True):
+        held = sum(state.backend.nbytes(t) for f in _FIELDS for t in _tensors(u, f))
+        held -= _aliased_bytes(u, plan, state) if isinstance(u.full, tuple) else 0
+        lines.append(
+            f"{plan.title:<24.24} {u.params_phase.value:<10} {u.grads_phase.value:<9} {len(plan.params):>7} "
+            f"{sum(p.numel for p in plan.params):>12,} {sum(b.params.numel for b in plan.buckets):>12,} {held:>12,}"
+        )
+    for op, total in totals(state.ledger).items():
+        lines.append(f"issued: {total.count} {op}, {total.nbytes:,} bytes ({total.padding:,} of them padding)")
+    return "\n".join(lines)
+
+
+def diff(a: HSDPState, b: HSDPState) -> list[str]:
+    """What differs between two states, a line each; empty when nothing does. Compares counters, phases and which
+    parameters have gradients, not values. Does not communicate."""
+    if a.layout != b.layout:
+        return [f"layouts differ: {a.layout.digest} and {b.layout.digest}"]
+    out = []
+    for field in ("step", "micro"):
+        if getattr(a, field) != getattr(b, field):
+            out.append(f"{field}: {getattr(a, field)} -> {getattr(b, field)}")
+    if a.ledger != b.ledger:
+        out.append(f"ledger: {len(a.ledger)} collectives -> {len(b.ledger)}")
+    for x, y, plan in zip(a.units, b.units, a.layout.units, strict=True):
+        where = f"unit {plan.title}"
+        if x.params_phase is not y.params_phase:
+            out.append(f"{where}: parameters {x.params_phase.value} -> {y.params_phase.value}")
+        if x.grads_phase is not y.grads_phase:
+            out.append(f"{where}: gradients {x.grads_phase.value} -> {y.grads_phase.value}")
+        if any(p is not q for p, q in zip(x.master, y.master, strict=True)):
+            out.append(f"{where}: masters are other tensors")
+        for field in ("acc_full", "acc_partial", "grad"):
+            p, q = _present(getattr(x, field), plan), _present(getattr(y, field), plan)
+            if p != q:
+                out.append(f"{where}: {field} of {sorted(p)} -> {sorted(q)}")
+    return out
+
+
+def _present(value: Any, plan: UnitLayout) -> set[str]:
+    if value is None:
+        return set()
+    mask = value.present if isinstance(value, GradShards) else [t is not None for t in value]
+    return {p.name for p, has in zip(plan.params, mask, strict=True) if has}
+
+
+def _tensors(u: UnitState, field: str) -> Iterator[Tensor]:
+    """Tensors of a field, each once; of running collectives only what isn't a master."""
+    value = getattr(u, field)
+    if isinstance(value, GradShards):
+        value = value.flats
+    elif isinstance(value, Pending):
+        inputs = (k for k in value.keepalive if all(k is not o for o in value.outputs))
+        value = [t for t in (*value.outputs, *inputs) if all(t is not m for m in u.master)]
+    yield from (t for t in value or () if t is not None)
+
+
+def _aliased_bytes(u: UnitState, plan: UnitLayout, state: HSDPState) -> int:
+    """Bytes of full parameters that are the masters' own memory: buckets with one shard and no cast."""
+    return sum(
+        state.backend.nbytes(flat)
+        for b, flat in zip(plan.buckets, u.master, strict=True)
+        if b.gather is None and b.compute_dtype == b.dtype
+    )

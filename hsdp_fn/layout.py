@@ -1,0 +1,495 @@
+"""Who owns which rows: parameters, units, buckets, offsets and padding, all computed without communication.
+
+A *unit* is the set of parameters gathered together just before use. Inside a unit, parameters that share mesh and
+dtype form a *bucket*: one flat shard, one all-gather, one reduce-scatter. `plan_layout` is a pure function of names,
+shapes and a mesh; every rank computes the same layout, and `Layout.digest` lets them verify it.
+
+Sharding follows ``torch.chunk`` on one dim: each of ``S`` ranks owns ``ceil(n / S)`` rows, trailing ranks own fewer or
+none. In a flat shard every rank stores the full ``ceil(n / S)`` rows, the missing ones as zeros, so that collectives
+are uniform; only the real rows are ever exposed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from .dtypes import ITEMSIZE, dtype_name, is_compute_float, wider
+from .errors import LayoutError, UnknownUnitError
+from .mesh import MeshSpec
+from .policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ReductionPolicy
+
+#: Name of the unit that owns every parameter no other unit claims.
+ROOT = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Split along ``dim`` over the mesh's shard axes. Negative dims count from the end."""
+
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Held whole by every rank; its gradient is all-reduced over all data-parallel ranks."""
+
+
+Placement = Shard | Replicate
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter before sharding.
+
+    Attributes:
+        name: fully qualified name.
+        shape: full shape.
+        dtype: dtype of the master copy, by name.
+        requires_grad: frozen parameters are gathered but have no place in gradients.
+        aliases: further names of the same tensor (tied weights).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What to gather together.
+
+    Attributes:
+        name: the unit's name, unique.
+        modules: dotted prefixes whose parameters it owns; empty means ``(name,)``. A parameter belongs to the unit
+            with the longest matching prefix.
+        reshard_after_forward: free the full parameters after forward and gather them again in backward; None takes
+            the layout's default.
+        mp_policy: mixed precision of this unit; None takes the layout's.
+    """
+
+    name: str
+    modules: tuple[str, ...] = ()
+    reshard_after_forward: bool | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter's place in one rank's flat shard.
+
+    Attributes:
+        index: position in ``UnitLayout.params``.
+        spec: the parameter.
+        dim: the dim that is split (0 for replicated parameters).
+        chunk: rows that each rank stores, padding included: ``ceil(rows / S)``.
+        offset: first element in the flat shard.
+        numel: elements in the flat shard, padding included.
+    """
+
+    index: int
+    spec: ParamSpec
+    dim: int
+    chunk: int
+    offset: int
+    numel: int
+
+    def rows(self, shard_index: int) -> tuple[int, int]:
+        """``(start, stop)`` of the rows that the rank really owns; equal when it owns none."""
+        n = self.spec.shape[self.dim]
+        start = min(shard_index * self.chunk, n)
+        return start, min(start + self.chunk, n)
+
+    def local_shape(self, shard_index: int) -> tuple[int, ...]:
+        """Shape of the rows that the rank owns."""
+        start, stop = self.rows(shard_index)
+        shape = self.spec.shape
+        return (*shape[: self.dim], stop - start, *shape[self.dim + 1 :])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the stored piece, padding included; the same on every rank."""
+        shape = self.spec.shape
+        return (*shape[: self.dim], self.chunk, *shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """The order of some parameters in a flat shard. Compared by identity: a backend may keep plans by it.
+
+    Attributes:
+        members: the parameters, in order of offset.
+        shard_size: number of ranks the flat is split over.
+        numel: elements of one rank's flat shard, padding included.
+    """
+
+    members: tuple[Member, ...]
+    shard_size: int
+    numel: int
+
+    @cached_property
+    def even(self) -> bool:
+        """All members split on dim 0 with no padding, so that rank chunks are contiguous runs of the full tensor."""
+        return all(m.dim == 0 and m.chunk * self.shard_size == m.spec.shape[0] for m in self.members)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the whole flat (all ranks) that are padding."""
+        return self.numel * self.shard_size - sum(m.spec.numel for m in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective: what the ledger records and `expected_comm` predicts.
+
+    Attributes:
+        op: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+        unit: name of the unit.
+        bucket: index of the bucket in the unit.
+        dtype: dtype of the buffers.
+        numel: elements of the larger buffer (gather output, reduce-scatter input, all-reduce buffer), with padding.
+        group_size: ranks that take part.
+        padding: how many of ``numel`` are padding; not counted for an all-reduce, where it differs by rank.
+    """
+
+    op: str
+    unit: str
+    bucket: int
+    dtype: str
+    numel: int
+    group_size: int
+    padding: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the larger buffer."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters of one unit with one mesh and one master dtype.
+
+    Attributes:
+        index: position in the unit.
+        mesh: which axes shard and replicate these parameters.
+        dtype: of masters and of the gradients handed to the optimizer.
+        compute_dtype: in which they are gathered and used.
+        reduce_dtype: in which gradients are reduced.
+        params: all members; ``grads``: the trainable ones (the same object when all are), None when there is none.
+        gather, reduce_scatter, all_reduce: the collectives that it issues; None where the group has one rank.
+    """
+
+    index: int
+    mesh: MeshSpec
+    dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    params: Flat
+    grads: Flat | None
+    gather: Collective | None
+    reduce_scatter: Collective | None
+    all_reduce: Collective | None
+
+    @cached_property
+    def acc_dtype(self) -> str:
+        """Dtype in which gradients of several microbatches add up: the wider of master and reduction."""
+        return wider(self.dtype, self.reduce_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class UnitLayout:
+    """One unit: its parameters in order, their buckets, and when it is resharded."""
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    buckets: tuple[Bucket, ...]
+    reshard_after_forward: bool
+    mp_policy: MixedPrecisionPolicy
+
+    @cached_property
+    def trainable(self) -> tuple[ParamSpec, ...]:
+        """Parameters that have gradients, in the unit's order."""
+        return tuple(p for p in self.params if p.requires_grad)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Index of each parameter by name and by alias."""
+        return {name: i for i, p in enumerate(self.params) for name in (p.name, *p.aliases)}
+
+    @property
+    def title(self) -> str:
+        """Name for people."""
+        return self.name or "(root)"
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The whole plan: units in execution order, root first. Two layouts are equal when their digests are.
+
+    Attributes:
+        units: the units.
+        mesh: the default mesh.
+        reduction, prefetch, offload: policies.
+        ignored: names of parameters left out of sharding and of gradients altogether.
+    """
+
+    units: tuple[UnitLayout, ...]
+    mesh: MeshSpec
+    reduction: ReductionPolicy
+    prefetch: PrefetchPolicy
+    offload: OffloadPolicy
+    ignored: tuple[str, ...] = ()
+    unit_index: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit_index", {u.name: i for i, u in enumerate(self.units)})
+
+    @cached_property
+    def digest(self) -> str:
+        """Short hash of everything that ranks must agree on."""
+        return hashlib.sha256("\n".join(self._facts()).encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self is other or self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def select(self, units: str | Iterable[str] | None) -> tuple[int, ...]:
+        """Indices of units by name; None selects all.
+
+        Raises:
+            UnknownUnitError: naming the unit and those that exist.
+        """
+        if units is None:
+            return tuple(range(len(self.units)))
+        names = (units,) if isinstance(units, str) else tuple(units)
+        for name in names:
+            if name not in self.unit_index:
+                known = ", ".join(repr(u.name) for u in self.units)
+                raise UnknownUnitError(f"no unit {name!r} in this layout; its units are {known}")
+        return tuple(dict.fromkeys(self.unit_index[name] for name in names))
+
+    def params(self) -> Iterator[ParamSpec]:
+        """All sharded or replicated parameters, unit by unit."""
+        for unit in self.units:
+            yield from unit.params
+
+    def _facts(self) -> Iterator[str]:
+        yield repr((self.mesh, self.reduction, self.prefetch, self.offload, self.ignored))
+        for unit in self.units:
+            yield repr((unit.name, unit.reshard_after_forward, unit.mp_policy, unit.params))
+            for b in unit.buckets:
+                yield repr((b.mesh, b.dtype, b.compute_dtype, b.reduce_dtype, b.params.members))
+
+
+def plan_layout(
+    params: Iterable[ParamSpec],
+    mesh: MeshSpec,
+    units: Sequence[str | UnitSpec] = (),
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    reduction: ReductionPolicy | None = None,
+    prefetch: PrefetchPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    placement_fn: Callable[[ParamSpec], Placement | None] | None = None,
+    ignored: Iterable[str] = (),
+) -> Layout:
+    """Plan which rank owns what. Pure: no communication, no framework, the same result on every rank.
+
+    Args:
+        params: all parameters of the model, tied ones once with their further names as aliases.
+        mesh: default mesh of every parameter.
+        units: what to gather together, in execution order; what no unit claims belongs to the root unit, first.
+        mp_policy, offload_policy, reduction, prefetch: policies; None takes each class's defaults.
+        reshard_after_forward: default of units. None means True for named units and False for the root, whose
+            parameters are needed again at once in backward (FSDP2's rule).
+        placement_fn: called once a parameter; `Shard`, `Replicate`, or None for ``Shard(0)``.
+        ignored: names of parameters to leave out.
+
+    Raises:
+        LayoutError: a duplicate name, a unit without parameters, a scalar parameter, a shard dim out of range, tied
+            names in different units, a master dtype that can't be trained; naming the parameter or unit.
+    """
+    specs = list(params)
+    wanted = [UnitSpec(u) if isinstance(u, str) else u for u in units]
+    _check_names(specs, wanted)
+    left_out = _check_ignored(specs, ignored)
+    default_mp = mp_policy or MixedPrecisionPolicy()
+    owned: dict[str, list[ParamSpec]] = {u.name: [] for u in wanted}
+    root: list[ParamSpec] = []
+    for spec in specs:
+        if spec.name in left_out:
+            continue
+        owner = _owner(spec, wanted)
+        (root if owner is None else owned[owner]).append(spec)
+    if root and ROOT not in owned:
+        wanted = [UnitSpec(ROOT), *wanted]
+    owned[ROOT] = root + owned.get(ROOT, [])
+    plans = []
+    for unit in wanted:
+        members = owned[unit.name]
+        if not members:
+            raise LayoutError(
+                f"unit {unit.name!r} owns no parameter: no name starts with {unit.modules or (unit.name,)}, or more "
+                f"specific units claim them all. Remove it, or check the prefix."
+            )
+        reshard = unit.reshard_after_forward
+        if reshard is None:
+            reshard = unit.name != ROOT if reshard_after_forward is None else reshard_after_forward
+        if not isinstance(reshard, bool):
+            raise LayoutError(f"unit {unit.name!r}: reshard_after_forward must be a bool, found {reshard!r}")
+        mp = unit.mp_policy or default_mp
+        buckets = _plan_buckets(unit.name, members, mesh, mp, placement_fn)
+        plans.append(UnitLayout(unit.name, tuple(members), buckets, reshard, mp))
+    plans.sort(key=lambda plan: plan.name != ROOT)
+    return Layout(
+        tuple(plans),
+        mesh,
+        reduction or ReductionPolicy(),
+        prefetch or PrefetchPolicy(),
+        offload_policy or OffloadPolicy(),
+        tuple(sorted(left_out)),
+    )
+
+
+def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
+    seen: set[str] = set()
+    for spec in specs:
+        for name in (spec.name, *spec.aliases):
+            if name in seen:
+                raise LayoutError(f"parameter name {name!r} appears twice; give a tied tensor once, with aliases")
+            seen.add(name)
+    names = [u.name for u in units]
+    if double := {n for n in names if names.count(n) > 1}:
+        raise LayoutError(f"unit names must be unique; given twice: {sorted(double)}")
+    if not specs:
+        raise LayoutError("there is no parameter to shard")
+
+
+def _check_ignored(specs: Sequence[ParamSpec], ignored: Iterable[str]) -> set[str]:
+    names = {alias: s.name for s in specs for alias in (s.name, *s.aliases)}
+    ignored = list(ignored)
+    if unknown := [n for n in ignored if n not in names]:
+        raise LayoutError(f"ignored names that are no parameter: {unknown}")
+    return {names[n] for n in ignored}
+
+
+def _owner(spec: ParamSpec, units: Sequence[UnitSpec]) -> str | None:
+    """Name of the unit with the longest prefix of the parameter's name; None for the root."""
+
+    def owner_of(name: str) -> str | None:
+        best: tuple[int, str] | None = None
+        for unit in units:
+            for prefix in unit.modules or (unit.name,):
+                if name == prefix or name.startswith(prefix + "."):
+                    if best is not None and best[0] == len(prefix) and best[1] != unit.name:
+                        raise LayoutError(f"prefix {prefix!r} is claimed by units {best[1]!r} and {unit.name!r}")
+                    if best is None or len(prefix) > best[0]:
+                        best = (len(prefix), unit.name)
+        return best[1] if best else None
+
+    owner = owner_of(spec.name)
+    for alias in spec.aliases:
+        if (other := owner_of(alias)) != owner:
+            raise LayoutError(
+                f"parameter {spec.name!r} is tied to {alias!r}, but they belong to different units ({owner or '(root)'}"
+                f" and {other or '(root)'}), which would untie them. Put both modules into one unit."
+            )
+    return owner
+
+
+def _plan_buckets(
+    unit: str,
+    specs: Sequence[ParamSpec],
+    mesh: MeshSpec,
+    mp: MixedPrecisionPolicy,
+    placement_fn: Callable[[ParamSpec], Placement | None] | None,
+) -> tuple[Bucket, ...]:
+    groups: dict[tuple[MeshSpec, str], list[tuple[int, ParamSpec, int]]] = {}
+    for index, spec in enumerate(specs):
+        placement = (placement_fn(spec) if placement_fn else None) or Shard(0)
+        if isinstance(placement, Shard):
+            dim, where = _check_shardable(spec, placement), mesh
+        elif isinstance(placement, Replicate):
+            dim, where = 0, mesh.as_replicated()
+        else:
+            raise LayoutError(f"placement of {spec.name!r} must be Shard, Replicate or None, found {placement!r}")
+        if not is_compute_float(spec.dtype) and spec.requires_grad:
+            raise LayoutError(f"parameter {spec.name!r} of dtype {spec.dtype} can't require gradients; freeze it")
+        groups.setdefault((where, spec.dtype), []).append((index, spec, dim))
+    return tuple(
+        _plan_bucket(unit, i, where, dtype, members, mp) for i, ((where, dtype), members) in enumerate(groups.items())
+    )
+
+
+def _plan_bucket(
+    unit: str,
+    index: int,
+    mesh: MeshSpec,
+    dtype: str,
+    members: list[tuple[int, ParamSpec, int]],
+    mp: MixedPrecisionPolicy,
+) -> Bucket:
+    compute = mp.param_dtype if mp.param_dtype and is_compute_float(dtype) else dtype
+    reduce = mp.reduce_dtype or compute
+    params = _plan_flat(members, mesh.shard_size)
+    trainable = [m for m in members if m[1].requires_grad]
+    grads = params if len(trainable) == len(members) else _plan_flat(trainable, mesh.shard_size) if trainable else None
+    shard, replicate = mesh.shard_size, mesh.replicate_size
+
+    def collective(op: str, of: str, flat: Flat | None, group: int, whole: int) -> Collective | None:
+        if flat is None or group == 1:
+            return None
+        return Collective(op, unit, index, of, flat.numel * whole, group, flat.padding if whole == shard else 0)
+
+    return Bucket(
+        index,
+        mesh,
+        dtype,
+        compute,
+        reduce,
+        params,
+        grads,
+        gather=collective("all_gather", compute, params, shard, shard),
+        reduce_scatter=collective("reduce_scatter", reduce, grads, shard, shard),
+        all_reduce=collective("all_reduce", reduce, grads, replicate, 1),
+    )
+
+
+def _plan_flat(members: Iterable[tuple[int, ParamSpec, int]], shard_size: int) -> Flat:
+    placed, offset = [], 0
+    for index, spec, dim in members:
+        rows = spec.shape[dim] if spec.shape else 1
+        chunk = -(-rows // shard_size)
+        numel = prod(spec.shape[:dim]) * chunk * prod(spec.shape[dim + 1 :])
+        placed.append(Member(index, spec, dim, chunk, offset, numel))
+        offset += numel
+    return Flat(tuple(placed), shard_size, offset)
+
+
+def _check_shardable(spec: ParamSpec, placement: Shard) -> int:
+    ndim = len(spec.shape)
+    if ndim == 0:
+        raise LayoutError(
+            f"parameter {spec.name!r} is a scalar and can't be sharded; make it a 1-D tensor of one element"
+        )
+    dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < ndim:
+        raise LayoutError(f"Shard({placement.dim}) of parameter {spec.name!r} is out of range for shape {spec.shape}")
+    return dim

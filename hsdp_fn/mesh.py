@@ -1,0 +1,156 @@
+"""Which ranks share what: a device mesh as pure integers.
+
+A mesh is a row-major array of global ranks with named axes. Two disjoint sets of axes carry data parallelism: the
+*shard* axes, over which each parameter is split, and the *replicate* axes, over which each shard is repeated. Axes in
+neither set (tensor or pipeline parallel) are left alone: ranks that differ only there never communicate here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from .errors import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """A mesh and the role of its axes.
+
+    Attributes:
+        shape: size of each axis, all at least 1.
+        names: name of each axis, unique.
+        shard: axes that split parameters; several act as one, flattened in this order (first is the slowest).
+        replicate: axes that repeat the shards, flattened likewise.
+        ranks: global ranks in row-major order; empty means ``0 .. size-1``.
+
+    Raises:
+        MeshError: naming the field, on any value that can't be a mesh.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    shard: tuple[str, ...] = ()
+    replicate: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(not isinstance(n, int) or n < 1 for n in self.shape):
+            raise MeshError(f"shape must be a non-empty tuple of positive ints, found {self.shape!r}")
+        if len(self.names) != len(self.shape) or len(set(self.names)) != len(self.names):
+            raise MeshError(f"names must hold one unique name per axis of shape {self.shape}, found {self.names!r}")
+        for field, axes in (("shard", self.shard), ("replicate", self.replicate)):
+            for axis in axes:
+                if axis not in self.names:
+                    raise MeshError(f"{field} axis {axis!r} isn't an axis of the mesh; it has {self.names}")
+            if len(set(axes)) != len(axes):
+                raise MeshError(f"{field} names an axis twice: {axes}")
+        if both := set(self.shard) & set(self.replicate):
+            raise MeshError(f"axes {sorted(both)} are in both shard and replicate; an axis has one role")
+        if not self.shard and not self.replicate:
+            raise MeshError("at least one of shard and replicate must name an axis: this mesh has no data parallelism")
+        if not self.ranks:
+            object.__setattr__(self, "ranks", tuple(range(prod(self.shape))))
+        if len(self.ranks) != prod(self.shape) or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise MeshError(f"ranks must be {prod(self.shape)} different global ranks, found {self.ranks}")
+
+    @classmethod
+    def fsdp(cls, shard: int) -> MeshSpec:
+        """Fully sharded: one axis ``shard`` of the given size."""
+        return cls((shard,), ("shard",), shard=("shard",))
+
+    @classmethod
+    def hsdp(cls, replicate: int, shard: int) -> MeshSpec:
+        """Hybrid sharded: axis 0 replicates, axis 1 shards (the convention of FSDP2)."""
+        return cls((replicate, shard), ("replicate", "shard"), shard=("shard",), replicate=("replicate",))
+
+    @classmethod
+    def replicated(cls, replicate: int) -> MeshSpec:
+        """Plain data parallelism: every rank holds everything."""
+        return cls((replicate,), ("replicate",), replicate=("replicate",))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the mesh, all axes together."""
+        return prod(self.shape)
+
+    @property
+    def shard_size(self) -> int:
+        """Number of pieces each parameter is split into."""
+        return self._size(self.shard)
+
+    @property
+    def replicate_size(self) -> int:
+        """Number of ranks that hold the same shard."""
+        return self._size(self.replicate)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that see different data: the divisor of the mean gradient."""
+        return self.shard_size * self.replicate_size
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Position of a global rank on each axis.
+
+        Raises:
+            MeshError: the rank isn't in the mesh.
+        """
+        if rank not in self.ranks:
+            raise MeshError(f"rank {rank} isn't in the mesh of shape {self.shape} with ranks {self.ranks}")
+        index = self.ranks.index(rank)
+        out = []
+        for n in reversed(self.shape):
+            index, c = divmod(index, n)
+            out.append(c)
+        return tuple(reversed(out))
+
+    def index(self, rank: int, axes: tuple[str, ...]) -> int:
+        """Position of a rank along the flattened ``axes``: its place in `group(rank, axes)`."""
+        coordinate = self.coordinate(rank)
+        flat = 0
+        for axis in axes:
+            at = self.names.index(axis)
+            flat = flat * self.shape[at] + coordinate[at]
+        return flat
+
+    def shard_index(self, rank: int) -> int:
+        """Which of the `shard_size` pieces the rank owns."""
+        return self.index(rank, self.shard)
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Global ranks that differ from ``rank`` on ``axes`` only, in flattened order. The rank itself is in it."""
+        base = list(self.coordinate(rank))
+        places = [self.names.index(axis) for axis in axes]
+        members = []
+        for position in product(*(range(self.shape[p]) for p in places)):
+            for place, value in zip(places, position, strict=True):
+                base[place] = value
+            members.append(self._rank_at(base))
+        return tuple(members)
+
+    def groups(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """All groups along ``axes``, each once, in the same order on every rank (as process groups must be made)."""
+        seen: set[int] = set()
+        for rank in self.ranks:
+            if rank not in seen:
+                group = self.group(rank, axes)
+                seen.update(group)
+                yield group
+
+    def as_replicated(self) -> MeshSpec:
+        """The same ranks with every data-parallel axis replicating: the mesh of a parameter that isn't split."""
+        if not self.shard:
+            return self
+        axes = tuple(n for n in self.names if n in self.shard or n in self.replicate)
+        return MeshSpec(self.shape, self.names, shard=(), replicate=axes, ranks=self.ranks)
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return prod(self.shape[self.names.index(axis)] for axis in axes)
+
+    def _rank_at(self, coordinate: list[int]) -> int:
+        index = 0
+        for n, c in zip(self.shape, coordinate, strict=True):
+            index = index * n + c
+        return self.ranks[index]

@@ -1,0 +1,83 @@
+"""Which collectives a step issues, in order, with bytes: computed from the layout alone, before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .layout import ROOT, Collective, Layout, UnitLayout
+from .policy import Sync
+
+
+def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = True) -> tuple[Collective, ...]:
+    """The collectives of one microbatch in the order in which they are issued.
+
+    Holds when the units run once each, in the layout's order, inside the root, and every trainable parameter gets a
+    gradient. For ``U`` units and a root: with resharding ``2U + 1`` gathers and ``U + 1`` reduce-scatters, else
+    ``U + 1`` of each.
+
+    Args:
+        sync: how far gradients are reduced.
+        backward: False for a forward without gradients (evaluation).
+    """
+    out: list[Collective] = []
+    for unit in layout.units:
+        out += _gathers(unit)
+    if not backward:
+        return tuple(out)
+    chain = [u for u in layout.units if u.name != ROOT][::-1]
+    roots = [u for u in layout.units if u.name == ROOT]
+    order = roots + chain  # the root's output comes last, so its backward begins first and ends last
+    gathered: set[str] = set()
+
+    def regather(units: Iterable[UnitLayout]) -> None:
+        for unit in units:
+            if unit.reshard_after_forward and unit.name not in gathered:
+                gathered.add(unit.name)
+                out.extend(_gathers(unit))
+
+    owed: list[Collective] = []
+    for i, unit in enumerate(order):
+        regather(order[i : i + 1 + layout.prefetch.backward])
+        if unit.name != ROOT:
+            owed = _reduce(unit, sync, owed, out)
+    for unit in roots:
+        owed = _reduce(unit, sync, owed, out)
+    return tuple(out + owed)
+
+
+@dataclass(frozen=True, slots=True)
+class CommTotal:
+    """Sums over collectives of one kind: how many, and the bytes of their larger buffers."""
+
+    count: int
+    nbytes: int
+    padding: int
+
+
+def totals(collectives: Iterable[Collective]) -> dict[str, CommTotal]:
+    """Collectives summed by kind. ``padding`` is in bytes and part of ``nbytes``."""
+    count: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    padding: Counter[str] = Counter()
+    for c in collectives:
+        count[c.op] += 1
+        nbytes[c.op] += c.nbytes
+        padding[c.op] += c.padding * c.nbytes // c.numel if c.numel else 0
+    return {op: CommTotal(count[op], nbytes[op], padding[op]) for op in count}
+
+
+def _gathers(unit: UnitLayout) -> list[Collective]:
+    return [b.gather for b in unit.buckets if b.gather is not None]
+
+
+def _reduce(unit: UnitLayout, sync: Sync, owed: list[Collective], out: list[Collective]) -> list[Collective]:
+    """Append what the unit's reduction issues at once; return the all-reduces that it owes for later."""
+    if sync is Sync.NONE or not any(b.grads for b in unit.buckets):
+        return owed
+    out += owed
+    out += [b.reduce_scatter for b in unit.buckets if b.reduce_scatter is not None]
+    if sync is Sync.SHARD:
+        return []
+    return [b.all_reduce for b in unit.buckets if b.all_reduce is not None]

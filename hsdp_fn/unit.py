@@ -1,0 +1,263 @@
+"""The pure functions on one unit. `ops` lifts them to whole states; a running forward and backward calls them directly.
+
+Each takes a `UnitState` and returns a new one; the old one stays valid as long as its tensors do. ``log`` collects the
+collectives issued. When a collective can't be issued, those already launched by the same call are awaited before the
+error leaves, so that no buffer is freed under a running collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from .backend import Backend, Handle, Tensor
+from .layout import Collective, UnitLayout
+from .lifecycle import Op, check
+from .policy import ReductionPolicy, Sync
+from .state import GradShards, Pending, UnitState
+
+Log = list[Collective]
+
+
+def start_gather(unit: UnitState, plan: UnitLayout, backend: Backend, log: Log) -> UnitState:
+    """Communicates: one all-gather a bucket over its shard group. SHARDED -> GATHERING; otherwise the unit itself."""
+    check(unit.name, unit.params_phase, unit.grads_phase, Op.UNSHARD)
+    if unit.full is not None:
+        return unit
+    outputs: list[Tensor] = []
+    keepalive: list[Tensor] = []
+    handles: list[Handle] = []
+    with _awaiting(backend, handles):
+        for bucket, master in zip(plan.buckets, unit.master, strict=True):
+            source = backend.load(master, bucket.compute_dtype)
+            output, handle = source, None
+            if bucket.gather is not None:
+                output, handle = backend.all_gather(bucket.mesh, source)
+                log.append(bucket.gather)
+            outputs.append(output)
+            keepalive.append(source)
+            handles.append(handle)
+    pending = Pending("all_gather", unit.name, tuple(outputs), tuple(keepalive), tuple(handles))
+    return UnitState(unit.name, unit.master, pending, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
+
+
+def finish_gather(unit: UnitState, plan: UnitLayout, backend: Backend) -> UnitState:
+    """Does not communicate: waits. GATHERING -> UNSHARDED; otherwise the unit itself."""
+    pending = unit.full
+    if not isinstance(pending, Pending):
+        return unit
+    await_all(backend, pending.handles)
+    if len(plan.buckets) == 1:  # members are then in the unit's order
+        full = backend.unpack(plan.buckets[0].params, pending.outputs[0])
+    else:
+        placed: list[Tensor] = [None] * len(plan.params)
+        for bucket, output in zip(plan.buckets, pending.outputs, strict=True):
+            tensors = backend.unpack(bucket.params, output)
+            for member, tensor in zip(bucket.params.members, tensors, strict=True):
+                placed[member.index] = tensor
+        full = tuple(placed)
+    return UnitState(unit.name, unit.master, full, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
+
+
+def reshard(unit: UnitState) -> UnitState:
+    """Does not communicate: drops the full parameters. UNSHARDED -> SHARDED; illegal while they are gathered."""
+    check(unit.name, unit.params_phase, unit.grads_phase, Op.SHARD)
+    if unit.full is None:
+        return unit
+    return UnitState(unit.name, unit.master, None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
+
+
+def start_reduce(
+    unit: UnitState,
+    plan: UnitLayout,
+    backend: Backend,
+    grads: Sequence[Tensor | None] | None,
+    sync: Sync,
+    reduction: ReductionPolicy,
+    log: Log,
+) -> UnitState:
+    """Take in one microbatch's whole gradients.
+
+    Communicates: with ``SHARD`` and ``FULL`` one reduce-scatter a bucket over its shard group (with nothing held and no
+    gradient at all: none). ``FULL`` all-reduces later, in `advance_reduce`.
+
+    Args:
+        grads: one a parameter in the unit's order, in compute dtype; None for a frozen or unused one. None altogether
+            finishes what is held.
+
+    Returns:
+        With NONE a unit that holds ``acc_full``; otherwise one that is REDUCING, or the unit itself when there was
+        nothing to reduce.
+    """
+    check(unit.name, unit.params_phase, unit.grads_phase, Op.REDUCE)
+    if grads is None:
+        grads = (None,) * len(plan.params)
+    if reduction.unused == "zeros" and sync is not Sync.NONE:
+        wanted = tuple(p.requires_grad for p in plan.params)
+    else:
+        wanted = (False,) * len(plan.params)
+    if sync is Sync.NONE:
+        acc = _accumulate(unit, plan, backend, grads)
+        return UnitState(unit.name, unit.master, unit.full, acc, unit.acc_partial, None, unit.grad)
+    held = grads if unit.acc_full is None else _accumulate(unit, plan, backend, grads)
+    assert held is not None
+    present = tuple(g is not None or w for g, w in zip(held, wanted, strict=True))
+    finishing = sync is Sync.FULL and unit.acc_partial is not None
+    if not any(present) and not finishing:
+        return unit
+    outputs: list[Tensor | None] = []
+    keepalive: list[Tensor | None] = []
+    handles: list[Handle] = []
+    with _awaiting(backend, handles):
+        for bucket in plan.buckets:
+            output = source = handle = None
+            if bucket.grads is not None and any(present[m.index] for m in bucket.grads.members):
+                before, _ = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
+                tensors = [held[m.index] for m in bucket.grads.members]
+                output = source = backend.pack(bucket.grads, tensors, bucket.reduce_dtype, before)
+                if bucket.reduce_scatter is not None:
+                    output, handle = backend.reduce_scatter(bucket.mesh, source)
+                    log.append(bucket.reduce_scatter)
+            outputs.append(output)
+            keepalive.append(source)
+            handles.append(handle)
+    pending = Pending("reduce_scatter", unit.name, tuple(outputs), tuple(keepalive), tuple(handles), sync, present)
+    return UnitState(unit.name, unit.master, unit.full, None, unit.acc_partial, pending, unit.grad)
+
+
+def advance_reduce(
+    unit: UnitState, plan: UnitLayout, backend: Backend, reduction: ReductionPolicy, log: Log
+) -> UnitState:
+    """One step further with a reduction in flight.
+
+    Communicates: after the reduce-scatter of a ``FULL`` reduction, one all-reduce a bucket over its replicate group
+    when that has more than one rank. Waits for what is in flight before.
+
+    Returns:
+        A unit that is REDUCING still (its all-reduce runs), or READY, or HELD (after ``SHARD``).
+    """
+    pending = unit.reducing
+    if pending is None:
+        return unit
+    await_all(backend, pending.handles)
+    if pending.op == "all_reduce":
+        return _finished(unit, plan, backend, reduction, pending.outputs, pending.present)
+    held = unit.acc_partial
+    sums: list[Tensor | None] = list(pending.outputs)
+    present = pending.present
+    if held is not None:
+        present = tuple(a or b for a, b in zip(present, held.present, strict=True))
+        for i, (bucket, old, new) in enumerate(zip(plan.buckets, held.flats, pending.outputs, strict=True)):
+            sums[i] = old if new is None else new if old is None else backend.add(old, new, bucket.acc_dtype)
+    if pending.sync is Sync.SHARD:
+        flats = tuple(
+            None if s is None else backend.cast(s, b.acc_dtype) for s, b in zip(sums, plan.buckets, strict=True)
+        )
+        return UnitState(unit.name, unit.master, unit.full, None, GradShards(flats, present), None, unit.grad)
+    handles: list[Handle] = []
+    outputs: list[Tensor | None] = []
+    running = False
+    with _awaiting(backend, handles):
+        for bucket, total in zip(plan.buckets, sums, strict=True):
+            handle = None
+            if total is not None and bucket.all_reduce is not None:
+                buffer = backend.cast(total, bucket.reduce_dtype)
+                if held is not None and any(total is old for old in held.flats):
+                    buffer = (
+                        backend.clone(buffer) if buffer is total else buffer
+                    )  # never all-reduce held memory in place
+                total, handle = backend.all_reduce(bucket.mesh, buffer)
+                log.append(bucket.all_reduce)
+                running = True
+            outputs.append(total)
+            handles.append(handle)
+    if not running:
+        return _finished(unit, plan, backend, reduction, tuple(outputs), present)
+    pending = Pending("all_reduce", unit.name, tuple(outputs), (), tuple(handles), Sync.FULL, present)
+    # The held partial sum is now in the all-reduce's buffer.
+    return UnitState(unit.name, unit.master, unit.full, None, None, pending, unit.grad)
+
+
+def finish_reduce(
+    unit: UnitState, plan: UnitLayout, backend: Backend, reduction: ReductionPolicy, log: Log
+) -> UnitState:
+    """`advance_reduce` until nothing is in flight."""
+    while unit.reducing is not None:
+        unit = advance_reduce(unit, plan, backend, reduction, log)
+    return unit
+
+
+def drop_flight(unit: UnitState, backend: Backend) -> None:
+    """Wait for whatever the unit has in flight, ignoring failures: its buffers may be freed afterwards."""
+    for pending in (unit.full, unit.reducing):
+        if isinstance(pending, Pending):
+            for handle in pending.handles:
+                with suppress(Exception):
+                    backend.wait(handle)
+
+
+def await_all(backend: Backend, handles: Sequence[Handle]) -> None:
+    """Wait for all handles; the first failure is raised after the last wait."""
+    failure: Exception | None = None
+    for handle in handles:
+        if handle is not None:
+            try:
+                backend.wait(handle)
+            except Exception as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _accumulate(
+    unit: UnitState, plan: UnitLayout, backend: Backend, grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...] | None:
+    """Earlier whole gradients plus these, in the layout's accumulation dtype; None when there is none at all."""
+    held = unit.acc_full or (None,) * len(plan.params)
+    out: list[Tensor | None] = list(held)
+    for bucket in plan.buckets:
+        for member in bucket.grads.members if bucket.grads is not None else ():
+            old, new = held[member.index], grads[member.index]
+            if new is not None:
+                out[member.index] = (
+                    backend.cast(new, bucket.acc_dtype) if old is None else backend.add(old, new, bucket.acc_dtype)
+                )
+    return tuple(out) if any(t is not None for t in out) else None
+
+
+def _finished(
+    unit: UnitState,
+    plan: UnitLayout,
+    backend: Backend,
+    reduction: ReductionPolicy,
+    sums: Sequence[Tensor | None],
+    present: tuple[bool, ...],
+) -> UnitState:
+    """Scale the sums into the gradient, adding to one that is there already."""
+    flats: list[Tensor | None] = []
+    old = unit.grad
+    for i, (bucket, total) in enumerate(zip(plan.buckets, sums, strict=True)):
+        before = None if old is None else old.flats[i]
+        if total is None:
+            flats.append(before)
+            continue
+        _, after = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
+        held = unit.acc_partial is not None and any(total is flat for flat in unit.acc_partial.flats)
+        total = backend.store(backend.clone(total) if held else total, bucket.dtype, after)
+        flats.append(total if before is None else backend.add(before, total, bucket.dtype))
+    if old is not None:
+        present = tuple(a or b for a, b in zip(present, old.present, strict=True))
+    return UnitState(unit.name, unit.master, unit.full, None, None, None, GradShards(tuple(flats), present))
+
+
+@contextmanager
+def _awaiting(backend: Backend, handles: Sequence[Handle]) -> Iterator[None]:
+    """On an error inside, wait for the collectives launched so far, then let it pass."""
+    try:
+        yield
+    except BaseException:
+        for handle in handles:
+            if handle is not None:
+                with suppress(Exception):
+                    backend.wait(handle)
+        raise
