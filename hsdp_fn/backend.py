@@ -31,6 +31,10 @@ class Backend(Protocol):
         """All ranks' messages, in rank order. Control plane: called by `shard` only, so that ranks fail together."""
         ...
 
+    def objection(self, param: Tensor) -> str | None:
+        """Why this tensor can't be a parameter ("isn't contiguous"), or None."""
+        ...
+
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Shape as seen by one rank."""
         ...
@@ -84,12 +88,12 @@ class Backend(Protocol):
         """A copy that shares no memory."""
         ...
 
-    def pack(self, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
+    def pack(self, mesh: MeshSpec, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
         """Full gradients, one a member, to the reduce-scatter's input in ``dtype``, times ``factor``: rank chunks one
         after another, each laid out like a flat shard. None and padding become zeros. Always new memory."""
         ...
 
-    def unpack(self, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
+    def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
         """The all-gather's output to contiguous full parameters, one a member, without padding."""
         ...
 

@@ -212,9 +212,10 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class UnitLayout:
-    """One unit: its parameters in order, their buckets, and when it is resharded."""
+    """One unit: its parameters in order, their buckets, and when it is resharded; ``modules`` are its prefixes."""
 
     name: str
+    modules: tuple[str, ...]
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
     reshard_after_forward: bool
@@ -292,7 +293,7 @@ class Layout:
     def _facts(self) -> Iterator[str]:
         yield repr((self.mesh, self.reduction, self.prefetch, self.offload, self.ignored))
         for unit in self.units:
-            yield repr((unit.name, unit.reshard_after_forward, unit.mp_policy, unit.params))
+            yield repr((unit.name, unit.modules, unit.reshard_after_forward, unit.mp_policy, unit.params))
             for b in unit.buckets:
                 yield repr((b.mesh, b.dtype, b.compute_dtype, b.reduce_dtype, b.params.members))
 
@@ -356,7 +357,7 @@ def plan_layout(
             raise LayoutError(f"unit {unit.name!r}: reshard_after_forward must be a bool, found {reshard!r}")
         mp = unit.mp_policy or default_mp
         buckets = _plan_buckets(unit.name, members, mesh, mp, placement_fn)
-        plans.append(UnitLayout(unit.name, tuple(members), buckets, reshard, mp))
+        plans.append(UnitLayout(unit.name, unit.modules or (unit.name,), tuple(members), buckets, reshard, mp))
     plans.sort(key=lambda plan: plan.name != ROOT)
     return Layout(
         tuple(plans),

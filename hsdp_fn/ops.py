@@ -392,6 +392,8 @@ def _check_params(params: Mapping[str, Tensor], layout: Layout, backend: Backend
     if unknown := [name for name in params if name not in known]:
         raise LayoutError(f"shard: parameters that the layout doesn't have: {unknown}; was it planned for this model?")
     for name, spec in specs.items():
+        if (objection := backend.objection(params[name])) is not None:
+            raise LayoutError(f"shard: parameter {name!r} {objection}")
         found = (backend.dtype(params[name]), backend.shape(params[name]))
         if found != (spec.dtype, spec.shape):
             raise LayoutError(

@@ -57,6 +57,9 @@ class ReferenceBackend:
     def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
         return [message] * mesh.size
 
+    def objection(self, param: Tensor) -> str | None:
+        return None
+
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape[1:])
 
@@ -111,7 +114,7 @@ class ReferenceBackend:
     def clone(self, tensor: Tensor) -> Tensor:
         return tensor.copy()
 
-    def pack(self, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
+    def pack(self, mesh: MeshSpec, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
         out = np.zeros((self.mesh.size, flat.shard_size, flat.numel), dtype)
         for member, grad in zip(flat.members, grads, strict=True):
             if grad is None:
@@ -123,7 +126,7 @@ class ReferenceBackend:
                 np.moveaxis(stored, member.dim + 1, 1)[:, : stop - start] = rows * grad.dtype.type(factor)
         return out.reshape(self.mesh.size, -1)
 
-    def unpack(self, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
+    def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
         pieces = gathered.reshape(self.mesh.size, flat.shard_size, flat.numel)
         out = []
         for member in flat.members:

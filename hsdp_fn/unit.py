@@ -48,11 +48,11 @@ def finish_gather(unit: UnitState, plan: UnitLayout, backend: Backend) -> UnitSt
         return unit
     await_all(backend, pending.handles)
     if len(plan.buckets) == 1:  # members are then in the unit's order
-        full = backend.unpack(plan.buckets[0].params, pending.outputs[0])
+        full = backend.unpack(plan.buckets[0].mesh, plan.buckets[0].params, pending.outputs[0])
     else:
         placed: list[Tensor] = [None] * len(plan.params)
         for bucket, output in zip(plan.buckets, pending.outputs, strict=True):
-            tensors = backend.unpack(bucket.params, output)
+            tensors = backend.unpack(bucket.mesh, bucket.params, output)
             for member, tensor in zip(bucket.params.members, tensors, strict=True):
                 placed[member.index] = tensor
         full = tuple(placed)
@@ -114,7 +114,7 @@ def start_reduce(
             if bucket.grads is not None and any(present[m.index] for m in bucket.grads.members):
                 before, _ = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
                 tensors = [held[m.index] for m in bucket.grads.members]
-                output = source = backend.pack(bucket.grads, tensors, bucket.reduce_dtype, before)
+                output = source = backend.pack(bucket.mesh, bucket.grads, tensors, bucket.reduce_dtype, before)
                 if bucket.reduce_scatter is not None:
                     output, handle = backend.reduce_scatter(bucket.mesh, source)
                     log.append(bucket.reduce_scatter)

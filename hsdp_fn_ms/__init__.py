@@ -1,0 +1,1 @@
+"""hsdp-fn on MindSpore: not written yet."""

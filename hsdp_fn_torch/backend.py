@@ -1,0 +1,232 @@
+"""The core's `Backend` protocol over ``torch.distributed``: gloo on CPU, NCCL on CUDA, HCCL on Ascend.
+
+Collectives are issued asynchronously from the current stream and awaited by their work handle, which orders the current
+stream (on a device) or the host (on CPU) after them. Every buffer is allocated and freed on the current stream and is
+kept alive by the state until the wait, so no user stream, event or ``record_stream`` is needed for gathers and
+reductions. Only the CPU offload policy copies beside compute; its events are settled before a gradient is handed out.
+
+They are called as attributes of ``torch.distributed``, so that profilers, CommDebugMode and wrappers see them. The
+reduction is always SUM; scaling is done here (gloo and HCCL have no usable PREMUL_SUM, HCCL no AVG of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hsdp_fn import BackendError, CPUOffloadPolicy, Layout, MeshError, MeshSpec, OffloadPolicy
+from hsdp_fn.dtypes import ITEMSIZE, dtype_name
+from hsdp_fn.layout import Flat, Member
+
+from . import flat as flats
+from .mesh import Groups
+
+_TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPE.items()}
+#: Reduction dtypes that a communication backend refuses, found out here instead of deep in a step.
+_NO_REDUCE: dict[str, tuple[str, ...]] = {"hccl": ("float64",)}
+
+
+def _collective(new: str, old: str) -> Callable[..., dist.Work]:
+    """Call by the name that this torch doesn't warn about, looked up at each call."""
+
+    def call(*args: object, **kwargs: object) -> dist.Work:
+        return (getattr(dist, new, None) or getattr(dist, old))(*args, **kwargs)
+
+    return call
+
+
+_all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+class TorchBackend:
+    """One rank's collectives and copies.
+
+    Args:
+        mesh: 1-D or 2-D data-parallel mesh whose process groups exist.
+        offload_policy: where masters and gradients are kept; must equal the layout's.
+
+    Raises:
+        MeshError: this process isn't in the mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, offload_policy: OffloadPolicy | None = None) -> None:
+        if mesh.get_coordinate() is None:
+            raise MeshError(f"this process (rank {dist.get_rank()}) isn't in the mesh {mesh}")
+        self.rank = dist.get_rank()
+        self.device = _device_of(mesh)
+        self.offload = offload_policy or OffloadPolicy()
+        self._groups = Groups(mesh)
+        self._plans: dict[Flat, flats.FlatPlan] = {}
+        offloads = isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu"
+        self._home = torch.device("cpu") if offloads else self.device
+        self._pin = offloads and self.offload.pin_memory
+        self._copied: torch.Event | None = None
+        self.name = f"torch {dist.get_backend(self._groups.all())} on {self.device}"
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The process group along these axes of the mesh; made on first use, by all ranks together."""
+        return self._groups.along(axes)
+
+    def check(self, layout: Layout) -> None:
+        """See `Backend.check`."""
+        world = dist.get_world_size()
+        if max(layout.mesh.ranks) >= world or self.rank not in layout.mesh.ranks:
+            raise MeshError(
+                f"the layout is for ranks {layout.mesh.ranks}, but this is rank {self.rank} of a world of {world}; "
+                f"plan again for this world"
+            )
+        here = set(dist.get_process_group_ranks(self._groups.all()))
+        if set(layout.mesh.ranks) != here:
+            raise MeshError(
+                f"the layout is for ranks {sorted(layout.mesh.ranks)}, the backend's mesh for {sorted(here)}"
+            )
+        if layout.offload != self.offload:
+            raise BackendError(
+                f"the layout has {layout.offload}, the backend {self.offload}; give both the same policy"
+            )
+        kind = dist.get_backend(self._groups.all())
+        for unit in layout.units:
+            for b in unit.buckets:
+                if b.reduce_dtype in _NO_REDUCE.get(kind, ()) and b.grads is not None:
+                    names = [m.spec.name for m in b.grads.members]
+                    raise BackendError(f"{kind} can't reduce {b.reduce_dtype} gradients, asked for by {names}")
+
+    def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
+        """See `Backend.exchange`."""
+        group = self._groups.all()
+        answers: list[str] = [""] * mesh.size
+        dist.all_gather_object(answers, message, group=group)
+        by_rank = dict(zip(dist.get_process_group_ranks(group), answers, strict=True))
+        return [by_rank[r] for r in mesh.ranks]
+
+    def objection(self, param: Tensor) -> str | None:
+        """See `Backend.objection`."""
+        if param.is_meta:
+            return "is on the meta device; materialize it first"
+        if param.layout is not torch.strided:
+            return f"has layout {param.layout}; only dense tensors can be sharded"
+        if not param.is_contiguous():
+            return f"isn't contiguous (strides {tuple(param.stride())}); call .contiguous() on it first"
+        return None
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """See `Backend.shape`."""
+        return tuple(tensor.shape)
+
+    def dtype(self, tensor: Tensor) -> str:
+        """See `Backend.dtype`."""
+        return _NAME.get(tensor.dtype) or dtype_name(tensor.dtype)
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """See `Backend.nbytes`."""
+        return tensor.numel() * tensor.element_size()
+
+    def local_shape(self, mesh: MeshSpec, member: Member) -> tuple[int, ...]:
+        """See `Backend.local_shape`."""
+        return member.local_shape(mesh.shard_index(self.rank))
+
+    def shard_params(self, mesh: MeshSpec, flat: Flat, params: Sequence[Tensor]) -> Tensor:
+        """See `Backend.shard_params`."""
+        dtype = params[0].dtype
+        shard = torch.zeros(flat.numel, dtype=dtype, device=self._home, pin_memory=self._pin)
+        with torch.no_grad():
+            flats.shard_of(self._plan(mesh, flat), params, shard)
+        return shard
+
+    def split(self, mesh: MeshSpec, flat: Flat, shard: Tensor) -> tuple[Tensor, ...]:
+        """See `Backend.split`."""
+        return flats.split(self._plan(mesh, flat), shard)
+
+    def join(self, mesh: MeshSpec, flat: Flat, shard: Tensor, rows: Sequence[Tensor | None]) -> Tensor:
+        """See `Backend.join`."""
+        with torch.no_grad():
+            return flats.join(self._plan(mesh, flat), shard, rows)
+
+    def load(self, shard: Tensor, dtype: str) -> Tensor:
+        """See `Backend.load`."""
+        return shard.to(self.device, _TORCH_DTYPE[dtype], non_blocking=True)
+
+    def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
+        """See `Backend.store`."""
+        if factor != 1.0:
+            shard.mul_(factor)
+        shard = shard.to(_TORCH_DTYPE[dtype])
+        if self._home == shard.device:
+            return shard
+        kept = torch.empty(shard.shape, dtype=shard.dtype, device=self._home, pin_memory=self._pin)
+        kept.copy_(shard, non_blocking=True)
+        self._copied = torch.Event(self.device)
+        self._copied.record()
+        return kept
+
+    def settle(self) -> None:
+        """See `Backend.settle`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        """See `Backend.cast`."""
+        return tensor.to(_TORCH_DTYPE[dtype])
+
+    def add(self, a: Tensor, b: Tensor, dtype: str) -> Tensor:
+        """See `Backend.add`."""
+        wanted = _TORCH_DTYPE[dtype]
+        if a.device != b.device or self._copied is not None:
+            self.settle()
+        return torch.add(a.to(wanted), b.to(a.device, wanted))
+
+    def clone(self, tensor: Tensor) -> Tensor:
+        """See `Backend.clone`."""
+        return tensor.detach().clone()
+
+    def pack(self, mesh: MeshSpec, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
+        """See `Backend.pack`."""
+        packed = self._allocate(flat.numel * flat.shard_size, _TORCH_DTYPE[dtype])
+        flats.pack(self._plan(mesh, flat), grads, packed)
+        return packed.mul_(factor) if factor != 1.0 else packed
+
+    def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
+        """See `Backend.unpack`."""
+        return flats.unpack(self._plan(mesh, flat), gathered, self._allocate)
+
+    def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, dist.Work]:
+        """See `Backend.all_gather`."""
+        out = self._allocate(shard.numel() * mesh.shard_size, shard.dtype)
+        return out, _all_gather(out, shard, group=self.group(mesh.shard), async_op=True)
+
+    def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, dist.Work]:
+        """See `Backend.reduce_scatter`."""
+        out = torch.empty(packed.numel() // mesh.shard_size, dtype=packed.dtype, device=packed.device)
+        return out, _reduce_scatter(out, packed, group=self.group(mesh.shard), async_op=True)
+
+    def all_reduce(self, mesh: MeshSpec, buffer: Tensor) -> tuple[Tensor, dist.Work]:
+        """See `Backend.all_reduce`."""
+        return buffer, dist.all_reduce(buffer, group=self.group(mesh.replicate), async_op=True)
+
+    def wait(self, handle: dist.Work | None) -> None:
+        """See `Backend.wait`."""
+        if handle is not None:
+            handle.wait()
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def _plan(self, mesh: MeshSpec, flat: Flat) -> flats.FlatPlan:
+        plan = self._plans.get(flat)
+        if plan is None:
+            plan = self._plans[flat] = flats.FlatPlan.of(flat, mesh.shard_index(self.rank))
+        return plan
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """The device that this process computes on."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

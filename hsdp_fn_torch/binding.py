@@ -1,0 +1,116 @@
+"""Where a model's modules keep the parameters of each unit, and how a frame gets between the modules' calls.
+
+While a frame runs, calls of unit modules go through it, and full parameters stand in the modules' parameter tables.
+Outside a frame the model is as the user made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from hsdp_fn import ROOT, Layout, LayoutError
+
+if TYPE_CHECKING:
+    from .frame import Frame
+
+_BINDINGS: WeakKeyDictionary[nn.Module, Binding] = WeakKeyDictionary()
+
+
+def binding_of(model: nn.Module, layout: Layout) -> Binding:
+    """The model's binding to a layout, made on first use.
+
+    Raises:
+        LayoutError: the layout names a parameter or a unit that the model doesn't have.
+    """
+    found = _BINDINGS.get(model)
+    if found is None or found.layout != layout:
+        found = _BINDINGS[model] = Binding(model, layout)
+    return found
+
+
+class Binding:
+    """One model's parameter tables and unit modules, looked up once."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        # Per unit: (parameter table of the owning module, local name, index in the unit).
+        self._slots: list[list[tuple[dict[str, Any], str, int]]] = []
+        self._own: list[list[Any]] = []  # what stands there outside the frame
+        self._modules: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._frame: Frame | None = None
+        tables = {name: (module._parameters, local) for name, module, local in _parameter_places(model)}
+        for index, plan in enumerate(layout.units):
+            slots = []
+            for name, at in plan.positions.items():
+                if name not in tables:
+                    raise LayoutError(f"the layout has parameter {name!r}, but {type(model).__name__} doesn't")
+                slots.append((*tables[name], at))
+            self._slots.append(slots)
+            for name in plan.modules if plan.name != ROOT else ():
+                module = _submodule(model, name)
+                self._modules.append((module, self._call(module, index, final=name == plan.modules[-1])))
+
+    def connect(self, frame: Frame) -> None:
+        """Send calls of unit modules through the frame."""
+        if self._frame is frame:
+            return
+        if self._frame is not None:
+            raise RuntimeError("the model is running in another value_and_grad call already")
+        self._frame = frame
+        self._own = [[table[name] for table, name, _ in slots] for slots in self._slots]
+        # `Module.__call__` prefers this slot, which `Module.compile` fills, to `_call_impl`: it is the one place in
+        # front of the module's own hooks. Guarded by test_functional.py.
+        for module, call in self._modules:
+            module.__dict__["_hsdp_inner_call"] = module._compiled_call_impl
+            module.__dict__["_compiled_call_impl"] = call
+
+    def disconnect(self) -> None:
+        """Leave the model as it was before `connect`."""
+        self._frame = None
+        for module, _ in self._modules:
+            inner = module.__dict__.pop("_hsdp_inner_call")
+            if inner is None:
+                del module.__dict__["_compiled_call_impl"]
+            else:
+                module.__dict__["_compiled_call_impl"] = inner
+        for index in range(len(self._slots)):
+            self.uninstall(index)
+
+    def install(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Put a unit's full parameters where its modules look for them."""
+        for table, name, at in self._slots[index]:
+            table[name] = tensors[at]
+
+    def uninstall(self, index: int) -> None:
+        """Put back what stood there."""
+        for (table, name, _), own in zip(self._slots[index], self._own[index], strict=True):
+            table[name] = own
+
+    def _call(self, module: nn.Module, index: int, final: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inner = module.__dict__["_hsdp_inner_call"] or module._call_impl
+            assert self._frame is not None
+            return self._frame.run(index, inner, args, kwargs, final=final)
+
+        return call
+
+
+def _parameter_places(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """``(fully qualified name, owner, local name)`` of every entry, ties included under each of their names."""
+    return [
+        (f"{prefix}.{local}" if prefix else local, module, local)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for local, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise LayoutError(f"unit module {name!r} doesn't exist in {type(model).__name__}") from error

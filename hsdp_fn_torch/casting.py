@@ -1,0 +1,64 @@
+"""Walks over what a module takes and returns: tensors inside lists, tuples, named tuples, dicts and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a nested value; objects of other classes aren't looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(value: T, function: Callable[[Tensor], Tensor]) -> T:
+    """The same nested value, containers of the same types, with every tensor replaced. Returns the very same object
+    where nothing changes."""
+    out: Any = value
+    if isinstance(value, Tensor):
+        out = function(value)
+    elif isinstance(value, dict):
+        items = {k: map_tensors(v, function) for k, v in value.items()}
+        if any(items[k] is not v for k, v in value.items()):
+            out = _like_dict(value, items)
+    elif isinstance(value, (list, tuple)):
+        parts = [map_tensors(v, function) for v in value]
+        if any(a is not b for a, b in zip(parts, value, strict=True)):
+            out = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {k: map_tensors(v, function) for k, v in fields.items()}
+        if any(changed[k] is not v for k, v in fields.items()):
+            out = dataclasses.replace(value, **changed)  # type: ignore[type-var]
+    return out  # type: ignore[no-any-return]
+
+
+def cast_floating(value: T, dtype: str) -> T:
+    """Every floating tensor in ``dtype``; integers, strings and the rest untouched."""
+    wanted = getattr(torch, dtype)
+    return map_tensors(value, lambda t: t.to(wanted) if t.is_floating_point() and t.dtype is not wanted else t)
+
+
+def _like_dict(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """A dict of the same class (defaultdict's factory and the like kept) with other values."""
+    if type(value) is dict:
+        return items
+    out = value.copy()
+    out.update(items)
+    return out

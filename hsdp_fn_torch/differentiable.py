@@ -1,0 +1,118 @@
+"""A gather that is a pure differentiable function: what the tests hold everything else against.
+
+`differentiable_unshard` maps local rows to full parameters through functional collectives. Its backward is the
+reduce-scatter, whose backward is the gather again; both are module-level ``autograd.Function`` with
+``setup_context``, so ``torch.func.grad``, double backward and ``torch.compile(fullgraph=True)`` go through. It holds
+all full parameters at once and overlaps nothing: for checks and for higher-order gradients, not for training speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from hsdp_fn import HSDPState
+from hsdp_fn.layout import Bucket, Flat, Member
+
+from .backend import TorchBackend
+
+
+def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Full parameters as differentiable functions of this rank's rows.
+
+    Communicates: one all-gather a bucket over the shard group; in backward one reduce-scatter over the shard group and
+    one all-reduce over the replicate group; the gradient is the mean over all data-parallel ranks (or what the layout's
+    `ReductionPolicy` says).
+
+    Args:
+        state: for its layout and backend; its values aren't read.
+        rows: as `masters` gives them; any may require gradients or be a functorch tensor.
+
+    Returns:
+        Full parameters in compute dtype by name, aliases included.
+    """
+    backend, reduction = state.backend, state.layout.reduction
+    assert isinstance(backend, TorchBackend)
+    out: dict[str, Tensor] = {}
+    for plan in state.layout.units:
+        for bucket in plan.buckets:
+            before, after = reduction.factors(bucket.mesh.data_parallel_size, "float32")
+            shard = backend.group(bucket.mesh.shard).group_name if bucket.mesh.shard_size > 1 else ""
+            replicate = backend.group(bucket.mesh.replicate).group_name if bucket.mesh.replicate_size > 1 else ""
+            how = (bucket.mesh.shard_size, shard, replicate, before * after)
+            index = bucket.mesh.shard_index(backend.rank)
+            flat = _flatten([rows[m.spec.name] for m in bucket.params.members], bucket.params, index)
+            flat = flat.to(getattr(torch, bucket.compute_dtype))
+            whole = _Gather.apply(flat, *how)
+            for member, full in zip(bucket.params.members, _unflatten(whole, bucket), strict=True):
+                out.update((name, full) for name in (member.spec.name, *member.spec.aliases))
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    """Flat shard to all flat shards in a row."""
+
+    @staticmethod
+    def forward(x: Tensor, ranks: int, shard: str, replicate: str, factor: float) -> Tensor:
+        if ranks == 1:
+            return x.clone()
+        return funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, shard))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.how = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Reduce.apply(grad, *ctx.how), None, None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """All ranks' rows of whole gradients to this rank's rows of the reduced one."""
+
+    @staticmethod
+    def forward(x: Tensor, ranks: int, shard: str, replicate: str, factor: float) -> Tensor:
+        if ranks > 1:
+            x = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, shard)
+            x = funcol.wait_tensor(x)
+        if replicate:
+            x = funcol.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", replicate))
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.how = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        factor = ctx.how[-1]
+        return _Gather.apply(grad * factor, *ctx.how), None, None, None, None
+
+
+def _flatten(rows: list[Tensor], flat: Flat, shard_index: int) -> Tensor:
+    """Rows to a flat shard, padding as zeros, by differentiable operators."""
+    parts = []
+    for row, member in zip(rows, flat.members, strict=True):
+        piece = row.reshape(-1)
+        parts.append(torch.nn.functional.pad(piece, (0, member.numel - piece.numel())))
+    return torch.cat(parts)
+
+
+def _unflatten(whole: Tensor, bucket: Bucket) -> list[Tensor]:
+    pieces = whole.view(bucket.params.shard_size, -1)
+    return [_assemble(pieces, member, bucket.params.shard_size) for member in bucket.params.members]
+
+
+def _assemble(pieces: Tensor, member: Member, ranks: int) -> Tensor:
+    parts = []
+    for r in range(ranks):
+        shape = member.local_shape(r)
+        numel = 1
+        for n in shape:
+            numel *= n
+        parts.append(pieces[r, member.offset : member.offset + numel].reshape(shape))
+    return torch.cat(parts, member.dim)

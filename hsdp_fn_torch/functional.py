@@ -1,0 +1,163 @@
+"""Functional training: a loss function of gathered parameters becomes a function from state to state."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hsdp_fn import ROOT, HSDPState, Sync
+
+from .binding import binding_of
+from .casting import map_tensors
+from .frame import Frame
+
+
+class Params:
+    """The parameters of a running `value_and_grad`, gathered as they are used. Valid inside the call only.
+
+    Pass it to `functional_call` for a module, run a function of one unit's parameters with `run`, or index it by
+    parameter name, which gathers the parameter's unit until its backward.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def run(self, unit: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(params, *args, **kwargs)`` with the unit's full parameters by name, as the unit's forward.
+
+        Communicates: gathers the unit unless it is there, and starts gathering the next ones.
+
+        Raises:
+            UnknownUnitError: the layout has no such unit.
+        """
+        (index,) = self._frame.layout.select(unit)
+        positions = self._frame.layout.units[index].positions
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            full = self._frame.enter(index)
+            return function({name: full[at] for name, at in positions.items()}, *args, **kwargs)
+
+        return self._frame.run(index, call, args, kwargs)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The full parameter, in compute dtype, attached to autograd. Communicates like `run`."""
+        for index, plan in enumerate(self._frame.layout.units):
+            if name in plan.positions:
+                return self._frame.enter(index)[plan.positions[name]]
+        raise KeyError(f"no parameter {name!r} in this layout")
+
+
+def functional_call(model: nn.Module, params: Params, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """``model(*args, **kwargs)`` with the gathered parameters of ``params`` in place of its own.
+
+    Communicates: each unit's all-gather just before its module runs (the root unit's before the model's), and the next
+    unit's beside it. The model's own parameters are neither read nor changed; its buffers are used as they are.
+
+    Args:
+        model: the module that the layout was planned for. Each unit's module must be run by calling it.
+        params: what `value_and_grad` or `evaluate` passed to the function.
+        args: positional arguments; a single tensor may stand for itself.
+        kwargs: keyword arguments.
+
+    Raises:
+        LayoutError: the model lacks a parameter or unit module of the layout.
+    """
+    frame = params._frame
+    frame.bind(binding_of(model, frame.layout))
+    args = args if isinstance(args, tuple) else (args,)
+    root = frame.layout.unit_index.get(ROOT)
+    if root is None:
+        return model(*args, **(kwargs or {}))
+    return frame.run(root, model, args, kwargs or {})
+
+
+def value_and_grad(
+    fn: Callable[..., Any], *, has_aux: bool = False
+) -> Callable[..., tuple[tuple[Tensor, Any], HSDPState]]:
+    """Make ``step(state, *batch, sync=Sync.FULL, **kwargs) -> ((loss, aux), state')``.
+
+    The step runs ``loss = fn(params, *batch, **kwargs)`` forward and backward. Communicates, with ``U`` units that are
+    resharded after forward and a root that isn't: ``2U + 1`` all-gathers over the shard group and, with ``SHARD`` or
+    ``FULL``, ``U + 1`` reduce-scatters; with ``FULL`` on a mesh that replicates also ``U + 1`` all-reduces over the
+    replicate group. `expected_comm` lists them. Gradients are in the state afterwards: take them with `grads`, which
+    waits for the last reductions.
+
+    A step that raises never happened: the state passed in stays usable, byte for byte. (When one rank raises alone, its
+    peers wait for it in the next collective.)
+
+    Args:
+        fn: takes a `Params` and the batch; returns the loss, a real scalar tensor, or ``(loss, aux)`` with ``has_aux``.
+        has_aux: ``fn`` returns a pair. Tensors of ``aux`` are detached.
+
+    Raises (by the step):
+        StaleStateError: the state was consumed; TypeError: ``fn`` didn't return a scalar tensor.
+    """
+
+    def step(
+        state: HSDPState, *batch: Any, sync: Sync = Sync.FULL, **kwargs: Any
+    ) -> tuple[tuple[Tensor, Any], HSDPState]:
+        state.token.require("value_and_grad")
+        if not isinstance(sync, Sync):
+            raise TypeError(f"sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
+        frame = Frame(state, sync)
+        try:
+            with torch.enable_grad():
+                out = fn(Params(frame), *batch, **kwargs)
+                loss, aux = _loss_of(out, has_aux)
+                frame.backward(loss)
+            new = frame.commit()
+        except BaseException:
+            frame.abort()
+            raise
+        _consume(state, "value_and_grad")
+        return (loss.detach(), map_tensors(aux, torch.Tensor.detach)), new
+
+    return step
+
+
+def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
+    """Make ``run(state, *batch, **kwargs) -> (fn(params, *batch, **kwargs), state')`` without gradients.
+
+    Communicates: one all-gather a unit over the shard group, so all ranks must call it equally often. The new state
+    differs in its ledger only.
+    """
+
+    def run(state: HSDPState, *batch: Any, **kwargs: Any) -> tuple[Any, HSDPState]:
+        state.token.require("evaluate")
+        frame = Frame(state, Sync.NONE)
+        try:
+            with torch.no_grad():
+                out = fn(Params(frame), *batch, **kwargs)
+            new = frame.commit_forward()
+        except BaseException:
+            frame.abort()
+            raise
+        _consume(state, "evaluate")
+        return out, new
+
+    return run
+
+
+def _loss_of(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    if has_aux:
+        if not (isinstance(out, Sequence) and len(out) == 2):
+            raise TypeError(f"with has_aux=True the function must return (loss, aux), found {type(out).__name__}")
+        loss, aux = out
+    else:
+        loss, aux = out, None
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"the function must return a scalar floating loss, found {found}; with has_aux=True a pair")
+    if not loss.requires_grad:
+        raise TypeError("the loss doesn't depend on any trainable parameter of the state; was it detached?")
+    return loss, aux
+
+
+def _consume(state: HSDPState, op: str) -> None:
+    caller = sys._getframe(2)
+    state.token.consumer = op
+    state.token.line = f"{caller.f_code.co_filename}:{caller.f_lineno}"

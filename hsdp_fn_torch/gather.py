@@ -1,0 +1,109 @@
+"""Full parameters inside autograd: one node a unit, and saved tensors that don't keep a resharded unit alive.
+
+`attach` gives a unit's full parameters a common autograd node. Its backward receives the gradients of all of them at
+once, when the last use has been differentiated, and hands them to the frame, which launches one reduction.
+
+`SavedParams` packs what autograd saves while a unit runs: a saved view of a full parameter becomes a description of the
+view, so that resharding really frees it; unpacking gathers the unit again if need be. Everything else is passed on to
+the hooks that were there before (activation checkpointing, offloading), or kept as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .frame import Frame
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class _Attach(torch.autograd.Function):
+    """Identity of a unit's full parameters. The anchor only makes autograd build a node."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.frame, ctx.index, ctx.counted = frame, index, not frame.in_backward
+        ctx.set_materialize_grads(False)
+        out = tuple([t.detach() for t in full])
+        frozen = [t for t, spec in zip(out, frame.layout.units[index].params, strict=True) if not spec.requires_grad]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.frame.receive(ctx.index, grads, counted=ctx.counted)
+        return None, None, None, None
+
+
+def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Full parameters as outputs of the unit's autograd node; frozen ones don't require gradients."""
+    out: tuple[Tensor, ...] = _Attach.apply(frame.anchor, frame, index, full)
+    return out
+
+
+class _View:
+    """A saved tensor that was a view of a unit's full parameters: what it takes to make it again."""
+
+    __slots__ = ("at", "index", "offset", "size", "stride")
+
+    def __init__(self, index: int, at: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
+        self.index, self.at, self.size, self.stride, self.offset = index, at, size, stride, offset
+
+
+class _Packed:
+    """A saved tensor that went through the hooks beneath ours."""
+
+    __slots__ = ("unpack", "value")
+
+    def __init__(self, value: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.value, self.unpack = value, unpack
+
+
+class SavedParams:
+    """Saved-tensor hooks while one unit runs. Used as a context manager.
+
+    Args:
+        bases: one full parameter a bucket; a bucket's parameters are views of one buffer.
+    """
+
+    __slots__ = ("_frame", "_index", "_ranges")
+
+    def __init__(self, frame: Frame, index: int, bases: Sequence[Tensor]) -> None:
+        self._frame, self._index = frame, index
+        ranges: dict[int, tuple[int, int, int, torch.dtype]] = {}
+        places = [b.params.members[0].index for b in frame.layout.units[index].buckets]
+        for at, t in zip(places, bases, strict=True):
+            storage = t.untyped_storage()
+            start = storage.data_ptr()
+            if start and start not in ranges:
+                ranges[start] = (start, start + storage.nbytes(), at, t.dtype)
+        self._ranges = list(ranges.values())
+
+    def __enter__(self) -> None:
+        beneath = _top(True)
+        index, ranges, remake = self._index, self._ranges, self._frame.remake
+
+        def pack(tensor: Tensor) -> Any:
+            pointer = tensor.data_ptr()
+            for start, stop, at, dtype in ranges:
+                if start <= pointer < stop and tensor.dtype is dtype:
+                    return _View(index, at, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return tensor if beneath is None else _Packed(beneath[0](tensor), beneath[1])
+
+        def unpack(saved: Any) -> Tensor:
+            if type(saved) is _View:
+                return remake(saved.index, saved.at, saved.size, saved.stride, saved.offset)
+            return saved.unpack(saved.value) if type(saved) is _Packed else saved
+
+        _push(pack, unpack)
+
+    def __exit__(self, *_: object) -> None:
+        _pop()

@@ -1,0 +1,67 @@
+"""From a torch `DeviceMesh` to the core's `MeshSpec` and to process groups."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hsdp_fn import MeshError, MeshSpec
+
+
+def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
+    """The roles of a data-parallel mesh, by FSDP2's convention. Does not communicate.
+
+    Args:
+        mesh: 1-D: its axis shards. 2-D: axis 0 replicates, axis 1 shards. Unnamed axes get the names ``shard`` and
+            ``replicate``.
+
+    Raises:
+        MeshError: more than two axes.
+    """
+    if mesh.ndim not in (1, 2):
+        raise MeshError(
+            f"expected a 1-D mesh (shard) or a 2-D mesh (replicate, shard), found {mesh.ndim} axes "
+            f"{mesh.mesh_dim_names}; pass the data-parallel submesh"
+        )
+    default = ("shard",) if mesh.ndim == 1 else ("replicate", "shard")
+    names = tuple(mesh.mesh_dim_names or default)
+    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+    shape = tuple(int(n) for n in mesh.mesh.shape)
+    return MeshSpec(shape, names, shard=names[-1:], replicate=names[:-1], ranks=ranks)
+
+
+class Groups:
+    """Process groups along axes of one mesh, each made once and shared by all units.
+
+    Making a group communicates (the first use of an axis set); all ranks reach it in the same order, as they run the
+    same layout.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._made: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    def along(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The group of this rank along ``axes`` of the mesh, flattened."""
+        group = self._made.get(axes)
+        if group is None:
+            group = self._made[axes] = self._make(axes)
+        return group
+
+    def all(self) -> dist.ProcessGroup:
+        """The group of all ranks of the mesh."""
+        if self._mesh.ndim == 1:
+            return self._mesh.get_group(0)
+        if self._mesh.size() == dist.get_world_size():
+            return dist.group.WORLD
+        return self._mesh._flatten().get_group()
+
+    def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        names = self._mesh.mesh_dim_names
+        if names is None or self._mesh.ndim == 1:
+            if len(axes) == self._mesh.ndim:
+                return self.all()
+            return self._mesh.get_group(("replicate", "shard").index(axes[0]))
+        if len(axes) == 1:
+            return self._mesh.get_group(axes[0])
+        return self._mesh[axes]._flatten().get_group()
