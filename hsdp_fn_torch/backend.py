@@ -24,6 +24,7 @@ from hsdp_fn.layout import Flat, Member
 
 from . import flat as flats
 from .mesh import Groups
+from .pool import BufferPool
 
 _TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 _NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPE.items()}
@@ -35,7 +36,8 @@ def _collective(new: str, old: str) -> Callable[..., dist.Work]:
     """Call by the name that this torch doesn't warn about, looked up at each call."""
 
     def call(*args: object, **kwargs: object) -> dist.Work:
-        return (getattr(dist, new, None) or getattr(dist, old))(*args, **kwargs)
+        work: dist.Work = (getattr(dist, new, None) or getattr(dist, old))(*args, **kwargs)
+        return work
 
     return call
 
@@ -63,9 +65,10 @@ class TorchBackend:
         self.offload = offload_policy or OffloadPolicy()
         self._groups = Groups(mesh)
         self._plans: dict[Flat, flats.FlatPlan] = {}
-        offloads = isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu"
-        self._home = torch.device("cpu") if offloads else self.device
-        self._pin = offloads and self.offload.pin_memory
+        self._home, self._pin = self.device, False  # where shards are kept
+        if isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu":
+            self._home, self._pin = torch.device("cpu"), self.offload.pin_memory
+        self._pool = BufferPool(self.device)
         self._copied: torch.Event | None = None
         self.name = f"torch {dist.get_backend(self._groups.all())} on {self.device}"
 
@@ -166,10 +169,9 @@ class TorchBackend:
         return kept
 
     def settle(self) -> None:
-        """See `Backend.settle`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        """See `Backend.settle`. Also the end of a step's communication: buffers kept for reuse are freed."""
+        self._land()
+        self._pool.clear()
 
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:
         """See `Backend.cast`."""
@@ -178,8 +180,7 @@ class TorchBackend:
     def add(self, a: Tensor, b: Tensor, dtype: str) -> Tensor:
         """See `Backend.add`."""
         wanted = _TORCH_DTYPE[dtype]
-        if a.device != b.device or self._copied is not None:
-            self.settle()
+        self._land()
         return torch.add(a.to(wanted), b.to(a.device, wanted))
 
     def clone(self, tensor: Tensor) -> Tensor:
@@ -188,17 +189,17 @@ class TorchBackend:
 
     def pack(self, mesh: MeshSpec, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
         """See `Backend.pack`."""
-        packed = self._allocate(flat.numel * flat.shard_size, _TORCH_DTYPE[dtype])
+        packed = self._pool.take(flat.numel * flat.shard_size, _TORCH_DTYPE[dtype])
         flats.pack(self._plan(mesh, flat), grads, packed)
         return packed.mul_(factor) if factor != 1.0 else packed
 
     def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
         """See `Backend.unpack`."""
-        return flats.unpack(self._plan(mesh, flat), gathered, self._allocate)
+        return flats.unpack(self._plan(mesh, flat), gathered, self._pool.take)
 
     def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.all_gather`."""
-        out = self._allocate(shard.numel() * mesh.shard_size, shard.dtype)
+        out = self._pool.take(shard.numel() * mesh.shard_size, shard.dtype)
         return out, _all_gather(out, shard, group=self.group(mesh.shard), async_op=True)
 
     def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, dist.Work]:
@@ -215,8 +216,11 @@ class TorchBackend:
         if handle is not None:
             handle.wait()
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
+    def _land(self) -> None:
+        """Wait for the copies that `store` began."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def _plan(self, mesh: MeshSpec, flat: Flat) -> flats.FlatPlan:
         plan = self._plans.get(flat)

@@ -45,8 +45,9 @@ def map_tensors(value: T, function: Callable[[Tensor], Tensor]) -> T:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         changed = {k: map_tensors(v, function) for k, v in fields.items()}
         if any(changed[k] is not v for k, v in fields.items()):
-            out = dataclasses.replace(value, **changed)  # type: ignore[type-var]
-    return out  # type: ignore[no-any-return]
+            out = dataclasses.replace(value, **changed)
+    result: T = out
+    return result
 
 
 def cast_floating(value: T, dtype: str) -> T:

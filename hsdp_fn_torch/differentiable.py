@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from hsdp_fn import HSDPState
@@ -47,7 +46,7 @@ def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict
             index = bucket.mesh.shard_index(backend.rank)
             flat = _flatten([rows[m.spec.name] for m in bucket.params.members], bucket.params, index)
             flat = flat.to(getattr(torch, bucket.compute_dtype))
-            whole = _Gather.apply(flat, *how)
+            whole = _Gather.apply(flat, *how)  # type: ignore[no-untyped-call]
             for member, full in zip(bucket.params.members, _unflatten(whole, bucket), strict=True):
                 out.update((name, full) for name in (member.spec.name, *member.spec.aliases))
     return out
@@ -60,7 +59,7 @@ class _Gather(torch.autograd.Function):
     def forward(x: Tensor, ranks: int, shard: str, replicate: str, factor: float) -> Tensor:
         if ranks == 1:
             return x.clone()
-        return funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, shard))
+        return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, shard))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -68,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _Reduce.apply(grad, *ctx.how), None, None, None, None
+        return _Reduce.apply(grad, *ctx.how), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Reduce(torch.autograd.Function):
@@ -77,10 +76,9 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, ranks: int, shard: str, replicate: str, factor: float) -> Tensor:
         if ranks > 1:
-            x = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, shard)
-            x = funcol.wait_tensor(x)
+            x = _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, shard))
         if replicate:
-            x = funcol.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", replicate))
+            x = _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", replicate))
         return x * factor
 
     @staticmethod
@@ -90,7 +88,12 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         factor = ctx.how[-1]
-        return _Gather.apply(grad * factor, *ctx.how), None, None, None, None
+        return _Gather.apply(grad * factor, *ctx.how), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+def _wait(x: Tensor) -> Tensor:
+    out: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return out
 
 
 def _flatten(rows: list[Tensor], flat: Flat, shard_index: int) -> Tensor:

@@ -83,8 +83,9 @@ def pack(plan: FlatPlan, grads: Sequence[Tensor | None], out: Tensor) -> None:
     """Full gradients to rank chunks in ``out`` (every element is written; None and padding as zeros)."""
     ranks = plan.flat.shard_size
     chunks = out.view(ranks, -1)
-    if plan.rows_on_dim0 and all(g is not None for g in grads):
-        torch._chunk_cat(grads, 0, ranks, out=chunks)
+    given = [g for g in grads if g is not None]
+    if plan.rows_on_dim0 and len(given) == len(grads):
+        torch._chunk_cat(given, 0, ranks, out=chunks)
         return
     out.zero_()
     for member, grad in zip(plan.flat.members, grads, strict=True):
@@ -106,17 +107,17 @@ def join(plan: FlatPlan, shard: Tensor, rows: Sequence[Tensor | None]) -> Tensor
     """``shard`` itself when all ``rows`` are its own views (or None), else a copy with the new rows."""
     base, item = shard.data_ptr(), shard.element_size()
     foreign = [
-        i
-        for i, (row, (shape, stride, offset)) in enumerate(zip(rows, plan.local, strict=True))
+        (row, place)
+        for row, place in zip(rows, plan.local, strict=True)
         if row is not None
         and row.numel()
-        and not (row.data_ptr() == base + offset * item and tuple(row.stride()) == stride)
+        and not (row.data_ptr() == base + place[2] * item and tuple(row.stride()) == place[1])
     ]
     if not foreign:
         return shard
     out = shard.clone()
-    for i in foreign:
-        out.as_strided(*plan.local[i]).copy_(rows[i])
+    for row, place in foreign:
+        out.as_strided(*place).copy_(row)
     return out
 
 

@@ -45,6 +45,7 @@ class Frame:
         self.in_backward = False
         self.anchor = torch.zeros((), requires_grad=True)
         count = len(self.units)
+        self.packed = [0] * count  # saved views of each unit's parameters; `gather` counts them up
         self._attached: list[tuple[Tensor, ...] | None] = [None] * count  # outputs of the live autograd node
         self._leaves: list[tuple[Tensor, ...] | None] = [None] * count  # installed for recomputation in backward
         self._nodes = [0] * count  # autograd nodes of the forward whose gradients haven't come
@@ -57,6 +58,7 @@ class Frame:
         self._place: dict[int, int] = {}  # position there
         self._frozen: list[int] = []  # units without trainable parameters, gathered again in backward
         self._in_flight: list[int] = []
+        self._half = -1
         self._binding: Binding | None = None
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class Frame:
         again = [i for i in reversed(self._order) if self.layout.units[i].reshard_after_forward]
         self._backward_order = list(dict.fromkeys(again))
         self._place = {index: at for at, index in enumerate(self._backward_order)}
-        loss.backward()
+        torch.autograd.backward(loss)
 
     def before_backward(self, index: int) -> None:
         """Gradients reached the unit's output: its parameters are needed now, the next unit's soon."""
@@ -142,6 +144,9 @@ class Frame:
             leaves = tuple([t.detach().requires_grad_(p.requires_grad) for t, p in zip(full, plan.params, strict=True)])
             self._leaves[index] = leaves
             self._binding.install(index, leaves)
+        # Half-way through this unit's backward the reduction of the one before has had time to run: its input is freed
+        # before this unit's gradients are all there. Guarded by test_torch_memory.py.
+        self._half = self.packed[index] // 2
         if not plan.trainable and plan.reshard_after_forward and index not in self._frozen:
             self._frozen.append(index)
         self._prefetch_backward(index)
@@ -150,6 +155,9 @@ class Frame:
         """A saved view of the unit's parameters, gathered again if need be."""
         if not isinstance(self.units[index].full, tuple):
             self.before_backward(index)
+        self.packed[index] -= 1
+        if self._in_flight and self.packed[index] == self._half:
+            self._advance()
         return self._gathered(index)[at].as_strided(size, stride, offset)
 
     def receive(self, index: int, grads: Sequence[Tensor | None], *, counted: bool) -> None:

@@ -45,7 +45,7 @@ class _Attach(torch.autograd.Function):
 
 def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Full parameters as outputs of the unit's autograd node; frozen ones don't require gradients."""
-    out: tuple[Tensor, ...] = _Attach.apply(frame.anchor, frame, index, full)
+    out: tuple[Tensor, ...] = _Attach.apply(frame.anchor, frame, index, full)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -89,13 +89,14 @@ class SavedParams:
 
     def __enter__(self) -> None:
         beneath = _top(True)
-        index, ranges, remake = self._index, self._ranges, self._frame.remake
+        index, ranges, remake, counts = self._index, self._ranges, self._frame.remake, self._frame.packed
 
         def pack(tensor: Tensor) -> Any:
             pointer = tensor.data_ptr()
             for start, stop, at, dtype in ranges:
                 if start <= pointer < stop and tensor.dtype is dtype:
-                    return _View(index, at, tensor.size(), tensor.stride(), tensor.storage_offset())
+                    counts[index] += 1
+                    return _View(index, at, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
             return tensor if beneath is None else _Packed(beneath[0](tensor), beneath[1])
 
         def unpack(saved: Any) -> Tensor:

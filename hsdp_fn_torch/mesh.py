@@ -53,7 +53,7 @@ class Groups:
         if self._mesh.ndim == 1:
             return self._mesh.get_group(0)
         if self._mesh.size() == dist.get_world_size():
-            return dist.group.WORLD
+            return dist.distributed_c10d._get_default_group()
         return self._mesh._flatten().get_group()
 
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup:

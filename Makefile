@@ -1,0 +1,41 @@
+# `make train` and `make test` set everything up on a fresh machine and reuse it the next time.
+VENV    ?= .venv
+PYTHON  ?= python3
+NPROC   ?= 2
+ARGS    ?=
+BIN     := $(VENV)/bin
+READY   := $(VENV)/.ready
+
+export OMP_NUM_THREADS ?= 1
+export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+
+.PHONY: train test lint types bench setup clean
+
+setup: $(READY)
+
+$(READY): requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(READY)
+
+# The main job: a byte-level transformer on the Python standard library's sources. ARGS="--help" lists its options.
+train: $(READY)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=$(NPROC) examples/torch/train_gpt.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy hsdp_fn hsdp_fn_torch
+
+# Ours, FSDP2 and the no-communication floor, alternating, in one run.
+bench: $(READY)
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,53 @@
+"""Reuse of large host buffers within a step.
+
+On CPU an allocation above the allocator's mmap limit (32 MiB) is fresh zero pages each time, and touching them costs
+several times the copy itself. The pool hands such buffers out again as soon as nothing else holds their storage: not an
+output in flight, not a tensor saved for backward, not a view the user kept. Device allocators do this themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Smaller buffers come from the allocator's own heap, without page faults.
+_LARGE = 16 * 2**20
+
+
+class BufferPool:
+    """Flat buffers of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized 1-D tensor, possibly over memory that an earlier one has left."""
+        if self._device.type != "cpu" or numel * dtype.itemsize < _LARGE:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        for kept in self._kept.get((numel, dtype), ()):
+            if _idle(kept):
+                return kept.detach()
+        self.trim()  # idle buffers of other sizes would only add to the peak
+        buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        self._kept.setdefault((numel, dtype), []).append(buffer)
+        return buffer.detach()
+
+    def trim(self) -> None:
+        """Free every buffer that nothing else holds."""
+        for key, kept in list(self._kept.items()):
+            busy = [t for t in kept if not _idle(t)]
+            if busy:
+                self._kept[key] = busy
+            else:
+                del self._kept[key]
+
+    def clear(self) -> None:
+        """Keep nothing: buffers still in use are freed by their last user."""
+        self._kept.clear()
+
+
+def _idle(buffer: Tensor) -> bool:
+    """Whether the pool's tensor is the only one over its storage."""
+    storage = buffer.untyped_storage()  # its own reference makes two
+    return torch._C._storage_Use_Count(storage._cdata) == 2
