@@ -69,7 +69,7 @@ class Backend(Protocol):
         ...
 
     def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
-        """``shard * factor`` cast to ``dtype``, where shards are kept. May overwrite ``shard``."""
+        """``shard * factor`` in ``dtype``, where shards are kept, computed in the wider of both dtypes. Doesn't write into ``shard``."""
         ...
 
     def settle(self) -> None:

@@ -190,7 +190,8 @@ class Bucket:
         compute_dtype: in which they are gathered and used.
         reduce_dtype: in which gradients are reduced.
         params: all members; ``grads``: the trainable ones (the same object when all are), None when there is none.
-        gather, reduce_scatter, all_reduce: the collectives that it issues; None where the group has one rank.
+        gather, reduce_scatter, all_reduce: the collectives that it issues; None where the group has one rank or
+            there is no element.
     """
 
     index: int
@@ -455,7 +456,7 @@ def _plan_bucket(
     shard, replicate = mesh.shard_size, mesh.replicate_size
 
     def collective(op: str, of: str, flat: Flat | None, group: int, whole: int) -> Collective | None:
-        if flat is None or group == 1:
+        if flat is None or group == 1 or flat.numel == 0:
             return None
         return Collective(op, unit, index, of, flat.numel * whole, group, flat.padding if whole == shard else 0)
 

@@ -11,7 +11,13 @@ from enum import Enum
 from .errors import PhaseError
 
 
-class ParamPhase(Enum):
+class _Key(Enum):
+    """An enum whose members are cheap dict keys: `Enum` hashes in Python, and moves are looked up all the time."""
+
+    __hash__ = object.__hash__
+
+
+class ParamPhase(_Key):
     """Where a unit's full parameters are."""
 
     SHARDED = "sharded"
@@ -19,7 +25,7 @@ class ParamPhase(Enum):
     UNSHARDED = "unsharded"
 
 
-class GradPhase(Enum):
+class GradPhase(_Key):
     """Where a unit's gradients are. HELD: some microbatch isn't fully reduced yet. READY: reduced, not yet taken."""
 
     EMPTY = "empty"
@@ -28,7 +34,7 @@ class GradPhase(Enum):
     READY = "ready"
 
 
-class Op(Enum):
+class Op(_Key):
     """The moves."""
 
     UNSHARD = "unshard"

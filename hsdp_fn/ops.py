@@ -7,7 +7,6 @@ Each checks names, shapes, dtypes and the transition table first, then communica
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import overload
 
@@ -103,7 +102,7 @@ def unshard(state: HSDPState, units: Units = None, *, async_op: bool = False) ->
                 on_unit.drop_flight(u, state.backend)
             raise
         started = _next(started, done, ())
-    _consume(state, "unshard")
+    state.token.consume("unshard")
     return started
 
 
@@ -335,7 +334,7 @@ def _each(
         raise
     new = _next(state, done, tuple(log), micro)
     if consume:
-        _consume(state, op.value)
+        state.token.consume(op.value)
     return new
 
 
@@ -344,14 +343,6 @@ def _next(
 ) -> HSDPState:
     micro = state.micro if micro is None else micro
     return HSDPState(tuple(units), state.layout, state.backend, state.step, micro, state.ledger + log, Token())
-
-
-def _consume(state: HSDPState, op: str) -> None:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    state.token.consumer = op
-    state.token.line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _replace_masters(state: HSDPState, masters: Mapping[str, Tensor], op: Op, step: int) -> HSDPState:

@@ -100,7 +100,8 @@ class ReferenceBackend:
         return self.cast(shard, dtype)
 
     def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
-        return (shard * shard.dtype.type(factor)).astype(dtype) if factor != 1.0 else self.cast(shard, dtype)
+        wide = np.promote_types(shard.dtype, dtype)  # scale in the wider of the two
+        return (shard.astype(wide) * wide.type(factor)).astype(dtype) if factor != 1.0 else self.cast(shard, dtype)
 
     def settle(self) -> None:
         pass

@@ -7,6 +7,7 @@ both refuses, while step counts, ledgers and tokens never make two states incomp
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,13 @@ class Token:
     def __hash__(self) -> int:
         return 0
 
+    def consume(self, op: str) -> None:
+        """Mark the state as used up by ``op``, and remember the user's line that called it."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hsdp_fn"):
+            frame = frame.f_back
+        self.consumer, self.line = op, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
     def require(self, op: str) -> None:
         """Raise `StaleStateError` when an earlier call consumed the state."""
         if self.consumer is not None:
@@ -74,13 +82,15 @@ class Pending:
     Has no leaves: a `tree_map` can't touch a buffer that is being written.
 
     Attributes:
-        op: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+        op: ``all_gather`` or ``reduce``.
         unit: the unit's name.
-        outputs: one buffer a bucket; None where the bucket takes no part.
+        outputs: one buffer a bucket; None where the bucket takes no part. Written by the collectives only.
         keepalive: inputs of the collectives.
         handles: one a bucket; None where nothing runs.
         sync: how far a reduction goes; None for a gather.
         present: which parameters contributed a gradient, in the unit's order; empty for a gather.
+        summed: of a reduction, for each bucket whether its output will be the sum over all ranks it has to reach, or
+            still owes the sum over the replicate group.
     """
 
     op: str
@@ -90,6 +100,7 @@ class Pending:
     handles: tuple[Handle, ...]
     sync: Sync | None = None
     present: tuple[bool, ...] = ()
+    summed: tuple[bool, ...] = ()
 
     def read(self) -> None:
         """Raise: what a collective writes can't be read before `wait`."""

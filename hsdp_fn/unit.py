@@ -1,6 +1,7 @@
 """The pure functions on one unit. `ops` lifts them to whole states; a running forward and backward calls them directly.
 
-Each takes a `UnitState` and returns a new one; the old one stays valid as long as its tensors do. ``log`` collects the
+Each takes a `UnitState` and returns a new one, and never writes into memory that the old one holds, so that whatever
+fails later, the old one can be used again. ``log`` collects the
 collectives issued. When a collective can't be issued, those already launched by the same call are awaited before the
 error leaves, so that no buffer is freed under a running collective.
 """
@@ -79,7 +80,7 @@ def start_reduce(
     """Take in one microbatch's whole gradients.
 
     Communicates: with ``SHARD`` and ``FULL`` one reduce-scatter a bucket over its shard group (with nothing held and no
-    gradient at all: none). ``FULL`` all-reduces later, in `advance_reduce`.
+    gradient at all: none). ``FULL`` all-reduces later, in `advance_reduce`; at once where there is no shard group.
 
     Args:
         grads: one a parameter in the unit's order, in compute dtype; None for a frozen or unused one. None altogether
@@ -108,9 +109,11 @@ def start_reduce(
     outputs: list[Tensor | None] = []
     keepalive: list[Tensor | None] = []
     handles: list[Handle] = []
+    summed: list[bool] = []
     with _awaiting(backend, handles):
-        for bucket in plan.buckets:
+        for i, bucket in enumerate(plan.buckets):
             output = source = handle = None
+            done = False
             if bucket.grads is not None and any(present[m.index] for m in bucket.grads.members):
                 before, _ = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
                 tensors = [held[m.index] for m in bucket.grads.members]
@@ -118,10 +121,17 @@ def start_reduce(
                 if bucket.reduce_scatter is not None:
                     output, handle = backend.reduce_scatter(bucket.mesh, source)
                     log.append(bucket.reduce_scatter)
+                elif bucket.all_reduce is not None and sync is Sync.FULL and _partial(unit, i) is None:
+                    output, handle = backend.all_reduce(bucket.mesh, source)
+                    log.append(bucket.all_reduce)
+                    done = True
             outputs.append(output)
             keepalive.append(source)
             handles.append(handle)
-    pending = Pending("reduce_scatter", unit.name, tuple(outputs), tuple(keepalive), tuple(handles), sync, present)
+            summed.append(done)
+    pending = Pending(
+        "reduce", unit.name, tuple(outputs), tuple(keepalive), tuple(handles), sync, present, tuple(summed)
+    )
     return UnitState(unit.name, unit.master, unit.full, None, unit.acc_partial, pending, unit.grad)
 
 
@@ -140,15 +150,12 @@ def advance_reduce(
     if pending is None:
         return unit
     await_all(backend, pending.handles)
-    if pending.op == "all_reduce":
-        return _finished(unit, plan, backend, reduction, pending.outputs, pending.present)
     held = unit.acc_partial
-    sums: list[Tensor | None] = list(pending.outputs)
-    present = pending.present
-    if held is not None:
-        present = tuple(a or b for a, b in zip(present, held.present, strict=True))
-        for i, (bucket, old, new) in enumerate(zip(plan.buckets, held.flats, pending.outputs, strict=True)):
-            sums[i] = old if new is None else new if old is None else backend.add(old, new, bucket.acc_dtype)
+    present = pending.present if held is None else _either(pending.present, held.present)
+    sums: list[Tensor | None] = []
+    for i, (bucket, new) in enumerate(zip(plan.buckets, pending.outputs, strict=True)):
+        old = _partial(unit, i)
+        sums.append(old if new is None else new if old is None else backend.add(old, new, bucket.acc_dtype))
     if pending.sync is Sync.SHARD:
         flats = tuple(
             None if s is None else backend.cast(s, b.acc_dtype) for s, b in zip(sums, plan.buckets, strict=True)
@@ -156,25 +163,22 @@ def advance_reduce(
         return UnitState(unit.name, unit.master, unit.full, None, GradShards(flats, present), None, unit.grad)
     handles: list[Handle] = []
     outputs: list[Tensor | None] = []
-    running = False
     with _awaiting(backend, handles):
-        for bucket, total in zip(plan.buckets, sums, strict=True):
+        for i, (bucket, total, done) in enumerate(zip(plan.buckets, sums, pending.summed, strict=True)):
             handle = None
-            if total is not None and bucket.all_reduce is not None:
+            if total is not None and bucket.all_reduce is not None and not done:
                 buffer = backend.cast(total, bucket.reduce_dtype)
-                if held is not None and any(total is old for old in held.flats):
-                    buffer = (
-                        backend.clone(buffer) if buffer is total else buffer
-                    )  # never all-reduce held memory in place
+                if buffer is pending.outputs[i] or buffer is _partial(unit, i):
+                    # This unit still holds the memory: should the call fail, it must find its own sum there.
+                    buffer = backend.clone(buffer)
                 total, handle = backend.all_reduce(bucket.mesh, buffer)
                 log.append(bucket.all_reduce)
-                running = True
             outputs.append(total)
             handles.append(handle)
-    if not running:
-        return _finished(unit, plan, backend, reduction, tuple(outputs), present)
-    pending = Pending("all_reduce", unit.name, tuple(outputs), (), tuple(handles), Sync.FULL, present)
-    # The held partial sum is now in the all-reduce's buffer.
+    if all(handle is None for handle in handles):
+        return _finished(unit, plan, backend, reduction, outputs, present)
+    everything = (True,) * len(outputs)
+    pending = Pending("reduce", unit.name, tuple(outputs), (), tuple(handles), Sync.FULL, present, everything)
     return UnitState(unit.name, unit.master, unit.full, None, None, pending, unit.grad)
 
 
@@ -242,12 +246,19 @@ def _finished(
             flats.append(before)
             continue
         _, after = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
-        held = unit.acc_partial is not None and any(total is flat for flat in unit.acc_partial.flats)
-        total = backend.store(backend.clone(total) if held else total, bucket.dtype, after)
+        total = backend.store(total, bucket.dtype, after)
         flats.append(total if before is None else backend.add(before, total, bucket.dtype))
     if old is not None:
-        present = tuple(a or b for a, b in zip(present, old.present, strict=True))
+        present = _either(present, old.present)
     return UnitState(unit.name, unit.master, unit.full, None, None, None, GradShards(tuple(flats), present))
+
+
+def _partial(unit: UnitState, bucket: int) -> Tensor | None:
+    return None if unit.acc_partial is None else unit.acc_partial.flats[bucket]
+
+
+def _either(a: Sequence[bool], b: Sequence[bool]) -> tuple[bool, ...]:
+    return tuple(x or y for x, y in zip(a, b, strict=True))
 
 
 @contextmanager

@@ -157,9 +157,12 @@ class TorchBackend:
 
     def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
         """See `Backend.store`."""
-        if factor != 1.0:
-            shard.mul_(factor)
-        shard = shard.to(_TORCH_DTYPE[dtype])
+        wanted = _TORCH_DTYPE[dtype]
+        if wanted.itemsize > shard.dtype.itemsize:  # scale in the wider of the two
+            shard = shard.to(wanted)
+            shard = shard.mul_(factor) if factor != 1.0 else shard
+        else:
+            shard = (shard * factor if factor != 1.0 else shard).to(wanted)
         if self._home == shard.device:
             return shard
         kept = torch.empty(shard.shape, dtype=shard.dtype, device=self._home, pin_memory=self._pin)

@@ -53,7 +53,8 @@ class Frame:
         self._reduced = [False] * count
         self._depth = [0] * count
         self._order: list[int] = []  # units in the order in which they finished forward
-        self._seen: set[int] = set()  # units that have begun forward
+        self._seen: set[int] = set()  # units that have begun forward in this pass
+        self._last = -1  # the one that began last
         self._backward_order: list[int] = []  # units to gather again
         self._place: dict[int, int] = {}  # position there
         self._frozen: list[int] = []  # units without trainable parameters, gathered again in backward
@@ -109,6 +110,10 @@ class Frame:
             full = self._attached[index] or full
         self._install(index, full)
         return full
+
+    def current(self, index: int) -> tuple[Tensor, ...]:
+        """What `enter` gave for a unit that is running."""
+        return self._attached[index] or self._gathered(index)
 
     def leave(self, index: int, out: Any, final: bool) -> None:
         """The unit has run: arrange its backward, and free its full parameters if the layout says so."""
@@ -224,6 +229,9 @@ class Frame:
             self.units[index] = on_unit.start_gather(unit, self.layout.units[index], self.backend, self.log)
 
     def _prefetch_forward(self, index: int) -> None:
+        if index < self._last:
+            self._seen.clear()  # another pass through the model
+        self._last = index
         self._seen.add(index)
         for ahead in range(index + 1, min(index + 1 + self.layout.prefetch.forward, len(self.units))):
             if ahead not in self._seen:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ class Params:
         positions = self._frame.layout.units[index].positions
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            full = self._frame.enter(index)
+            full = self._frame.current(index)
             return function({name: full[at] for name, at in positions.items()}, *args, **kwargs)
 
         return self._frame.run(index, call, args, kwargs)
@@ -113,7 +112,7 @@ def value_and_grad(
         except BaseException:
             frame.abort()
             raise
-        _consume(state, "value_and_grad")
+        state.token.consume("value_and_grad")
         return (loss.detach(), map_tensors(aux, torch.Tensor.detach)), new
 
     return step
@@ -136,7 +135,7 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
         except BaseException:
             frame.abort()
             raise
-        _consume(state, "evaluate")
+        state.token.consume("evaluate")
         return out, new
 
     return run
@@ -155,9 +154,3 @@ def _loss_of(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
     if not loss.requires_grad:
         raise TypeError("the loss doesn't depend on any trainable parameter of the state; was it detached?")
     return loss, aux
-
-
-def _consume(state: HSDPState, op: str) -> None:
-    caller = sys._getframe(2)
-    state.token.consumer = op
-    state.token.line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
