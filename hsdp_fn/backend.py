@@ -69,7 +69,8 @@ class Backend(Protocol):
         ...
 
     def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
-        """``shard * factor`` in ``dtype``, where shards are kept, computed in the wider of both dtypes. Doesn't write into ``shard``."""
+        """``shard * factor`` in ``dtype``, where shards are kept, computed in the wider of both dtypes. Doesn't write
+        into ``shard``."""
         ...
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 
 from .dtypes import ITEMSIZE, dtype_name, is_compute_float, wider
-from .errors import LayoutError, UnknownUnitError
+from .errors import LayoutError, PolicyError, UnknownUnitError
 from .mesh import MeshSpec
 from .policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ReductionPolicy
 
@@ -60,8 +60,14 @@ class ParamSpec:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        shape = tuple(self.shape)
+        if any(type(n) is not int or n < 0 for n in shape):
+            raise LayoutError(f"parameter {self.name!r}: shape must hold ints >= 0, found {self.shape!r}")
+        object.__setattr__(self, "shape", shape)
+        try:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        except PolicyError as error:
+            raise LayoutError(f"parameter {self.name!r}: {error}") from None
 
     @property
     def numel(self) -> int:
@@ -333,16 +339,13 @@ def plan_layout(
     _check_names(specs, wanted)
     left_out = _check_ignored(specs, ignored)
     default_mp = mp_policy or MixedPrecisionPolicy()
-    owned: dict[str, list[ParamSpec]] = {u.name: [] for u in wanted}
-    root: list[ParamSpec] = []
+    owned: dict[str, list[ParamSpec]] = {ROOT: [], **{u.name: [] for u in wanted}}
     for spec in specs:
         if spec.name in left_out:
             continue
-        owner = _owner(spec, wanted)
-        (root if owner is None else owned[owner]).append(spec)
-    if root and ROOT not in owned:
+        owned[_owner(spec, wanted)].append(spec)
+    if owned[ROOT] and all(u.name != ROOT for u in wanted):
         wanted = [UnitSpec(ROOT), *wanted]
-    owned[ROOT] = root + owned.get(ROOT, [])
     plans = []
     for unit in wanted:
         members = owned[unit.name]
@@ -371,6 +374,9 @@ def plan_layout(
 
 
 def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
+    for unit in units:
+        if not isinstance(unit, UnitSpec):
+            raise LayoutError(f"a unit must be a name or a UnitSpec, found {unit!r}")
     seen: set[str] = set()
     for spec in specs:
         for name in (spec.name, *spec.aliases):
@@ -385,17 +391,18 @@ def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
 
 
 def _check_ignored(specs: Sequence[ParamSpec], ignored: Iterable[str]) -> set[str]:
-    names = {alias: s.name for s in specs for alias in (s.name, *s.aliases)}
+    """All names of the ignored parameters, aliases included."""
+    tied = {name: (s.name, *s.aliases) for s in specs for name in (s.name, *s.aliases)}
     ignored = list(ignored)
-    if unknown := [n for n in ignored if n not in names]:
+    if unknown := [n for n in ignored if n not in tied]:
         raise LayoutError(f"ignored names that are no parameter: {unknown}")
-    return {names[n] for n in ignored}
+    return {name for n in ignored for name in tied[n]}
 
 
-def _owner(spec: ParamSpec, units: Sequence[UnitSpec]) -> str | None:
-    """Name of the unit with the longest prefix of the parameter's name; None for the root."""
+def _owner(spec: ParamSpec, units: Sequence[UnitSpec]) -> str:
+    """Name of the unit with the longest prefix of the parameter's name; else the root."""
 
-    def owner_of(name: str) -> str | None:
+    def owner_of(name: str) -> str:
         best: tuple[int, str] | None = None
         for unit in units:
             for prefix in unit.modules or (unit.name,):
@@ -404,7 +411,7 @@ def _owner(spec: ParamSpec, units: Sequence[UnitSpec]) -> str | None:
                         raise LayoutError(f"prefix {prefix!r} is claimed by units {best[1]!r} and {unit.name!r}")
                     if best is None or len(prefix) > best[0]:
                         best = (len(prefix), unit.name)
-        return best[1] if best else None
+        return best[1] if best else ROOT
 
     owner = owner_of(spec.name)
     for alias in spec.aliases:
@@ -426,6 +433,8 @@ def _plan_buckets(
     groups: dict[tuple[MeshSpec, str], list[tuple[int, ParamSpec, int]]] = {}
     for index, spec in enumerate(specs):
         placement = (placement_fn(spec) if placement_fn else None) or Shard(0)
+        if not spec.shape:
+            raise LayoutError(f"parameter {spec.name!r} is a scalar; make it a 1-D tensor of one element")
         if isinstance(placement, Shard):
             dim, where = _check_shardable(spec, placement), mesh
         elif isinstance(placement, Replicate):
@@ -477,8 +486,7 @@ def _plan_bucket(
 def _plan_flat(members: Iterable[tuple[int, ParamSpec, int]], shard_size: int) -> Flat:
     placed, offset = [], 0
     for index, spec, dim in members:
-        rows = spec.shape[dim] if spec.shape else 1
-        chunk = -(-rows // shard_size)
+        chunk = -(-spec.shape[dim] // shard_size)
         numel = prod(spec.shape[:dim]) * chunk * prod(spec.shape[dim + 1 :])
         placed.append(Member(index, spec, dim, chunk, offset, numel))
         offset += numel
@@ -487,10 +495,8 @@ def _plan_flat(members: Iterable[tuple[int, ParamSpec, int]], shard_size: int) -
 
 def _check_shardable(spec: ParamSpec, placement: Shard) -> int:
     ndim = len(spec.shape)
-    if ndim == 0:
-        raise LayoutError(
-            f"parameter {spec.name!r} is a scalar and can't be sharded; make it a 1-D tensor of one element"
-        )
+    if type(placement.dim) is not int:
+        raise LayoutError(f"placement of {spec.name!r}: a shard dim is an int, found {placement.dim!r}")
     dim = placement.dim + ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < ndim:
         raise LayoutError(f"Shard({placement.dim}) of parameter {spec.name!r} is out of range for shape {spec.shape}")

@@ -37,7 +37,12 @@ class MeshSpec:
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.shape or any(not isinstance(n, int) or n < 1 for n in self.shape):
+        for field in ("shape", "names", "shard", "replicate", "ranks"):
+            value = getattr(self, field)
+            if not isinstance(value, (tuple, list)):
+                raise MeshError(f"{field} must be a tuple, found {value!r}")
+            object.__setattr__(self, field, tuple(value))
+        if not self.shape or any(type(n) is not int or n < 1 for n in self.shape):
             raise MeshError(f"shape must be a non-empty tuple of positive ints, found {self.shape!r}")
         if len(self.names) != len(self.shape) or len(set(self.names)) != len(self.names):
             raise MeshError(f"names must hold one unique name per axis of shape {self.shape}, found {self.names!r}")
@@ -53,7 +58,9 @@ class MeshSpec:
             raise MeshError("at least one of shard and replicate must name an axis: this mesh has no data parallelism")
         if not self.ranks:
             object.__setattr__(self, "ranks", tuple(range(prod(self.shape))))
-        if len(self.ranks) != prod(self.shape) or len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+        if any(type(r) is not int or r < 0 for r in self.ranks) or not (
+            len(self.ranks) == len(set(self.ranks)) == prod(self.shape)
+        ):
             raise MeshError(f"ranks must be {prod(self.shape)} different global ranks, found {self.ranks}")
 
     @classmethod
@@ -110,8 +117,7 @@ class MeshSpec:
         """Position of a rank along the flattened ``axes``: its place in `group(rank, axes)`."""
         coordinate = self.coordinate(rank)
         flat = 0
-        for axis in axes:
-            at = self.names.index(axis)
+        for at in self._places(axes):
             flat = flat * self.shape[at] + coordinate[at]
         return flat
 
@@ -122,7 +128,7 @@ class MeshSpec:
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Global ranks that differ from ``rank`` on ``axes`` only, in flattened order. The rank itself is in it."""
         base = list(self.coordinate(rank))
-        places = [self.names.index(axis) for axis in axes]
+        places = self._places(axes)
         members = []
         for position in product(*(range(self.shape[p]) for p in places)):
             for place, value in zip(places, position, strict=True):
@@ -147,7 +153,12 @@ class MeshSpec:
         return MeshSpec(self.shape, self.names, shard=(), replicate=axes, ranks=self.ranks)
 
     def _size(self, axes: tuple[str, ...]) -> int:
-        return prod(self.shape[self.names.index(axis)] for axis in axes)
+        return prod(self.shape[at] for at in self._places(axes))
+
+    def _places(self, axes: tuple[str, ...]) -> list[int]:
+        if unknown := [axis for axis in axes if axis not in self.names]:
+            raise MeshError(f"axes {unknown} aren't axes of the mesh; it has {self.names}")
+        return [self.names.index(axis) for axis in axes]
 
     def _rank_at(self, coordinate: list[int]) -> int:
         index = 0

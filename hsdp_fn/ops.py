@@ -14,7 +14,7 @@ from . import unit as on_unit
 from .backend import Backend, Tensor
 from .errors import GradientError, LayoutError, RankMismatchError
 from .layout import Bucket, Collective, Layout, Member, UnitLayout
-from .lifecycle import Op, check
+from .lifecycle import GradPhase, Op, check
 from .policy import Keep, Sync
 from .state import GradShards, HSDPState, Pending, Token, UnitState
 
@@ -170,6 +170,8 @@ def reduce_grads(
         PhaseError: an earlier reduction of a unit is still in flight.
     """
     state.token.require("reduce_grads")
+    if not isinstance(sync, Sync):
+        raise TypeError(f"reduce_grads: sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
     selected = state.layout.select(units)
     rows = None if grads is None else _check_grads(state, selected, grads)
     reduction = state.layout.reduction
@@ -197,11 +199,13 @@ def grads(state: HSDPState) -> tuple[HSDPState, dict[str, Tensor | None]]:
     """
     reduction, backend = state.layout.reduction, state.backend
     out: dict[str, Tensor | None] = {}
+    state.token.require("grads")
+    for u in state.units:  # a SHARD reduction in flight will end in HELD: refuse it before anything is awaited
+        if u.reducing is not None and u.reducing.sync is not Sync.FULL:
+            check(u.name, u.params_phase, GradPhase.HELD, Op.GRADS)
 
     def take(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
         u = on_unit.finish_reduce(u, plan, backend, reduction, log)
-        # A reduction that wasn't FULL ends in HELD: what is finished may be taken only if nothing is held.
-        check(u.name, u.params_phase, u.grads_phase, Op.GRADS)
         out.update((p.name, None) for p in plan.trainable)
         if u.grad is not None:
             for bucket, flat in zip(plan.buckets, u.grad.flats, strict=True):
@@ -263,6 +267,8 @@ def reset_iter(state: HSDPState, *, keep: Keep = Keep.NOTHING) -> HSDPState:
         keep: ``ACCUMULATED`` keeps the gradients of microbatches that had succeeded, so that only the failed one has to
             be run again.
     """
+    if not isinstance(keep, Keep):
+        raise TypeError(f"reset_iter: keep must be a Keep (NOTHING or ACCUMULATED), found {keep!r}")
     reduction, backend = state.layout.reduction, state.backend
     kept = keep is Keep.ACCUMULATED
 

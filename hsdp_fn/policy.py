@@ -59,7 +59,10 @@ class MixedPrecisionPolicy:
             value = getattr(self, field)
             if value is None:
                 continue
-            name = dtype_name(value)
+            try:
+                name = dtype_name(value)
+            except PolicyError as error:
+                raise PolicyError(f"{field}: {error}") from None
             if not is_compute_float(name):
                 raise PolicyError(f"{field} must be one of {COMPUTE_FLOATS} or None, found {value!r}")
             object.__setattr__(self, field, name)
@@ -82,6 +85,10 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise PolicyError(f"pin_memory must be a bool, found {self.pin_memory!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,8 @@ class ReductionPolicy:
             raise PolicyError(f"unused must be 'none' or 'zeros', found {self.unused!r}")
         for field in ("divide_factor", "scaling_factor"):
             value = getattr(self, field)
-            if value is not None and (isinstance(value, bool) or not isfinite(value) or value <= 0):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and isfinite(value) and value > 0):
                 raise PolicyError(f"{field} must be a positive finite number or None, found {value!r}")
 
     def factors(self, ranks: int, reduce_dtype: str) -> tuple[float, float]:

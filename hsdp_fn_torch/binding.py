@@ -52,6 +52,8 @@ class Binding:
             self._slots.append(slots)
             for name in plan.modules if plan.name != ROOT else ():
                 module = _submodule(model, name)
+                if any(module is other for other, _ in self._modules):
+                    continue  # one module under two names
                 self._modules.append((module, self._call(module, index, final=name == plan.modules[-1])))
 
     def connect(self, frame: Frame) -> None:

@@ -68,8 +68,8 @@ class Frame:
         """Run the units of a module through this frame until it ends."""
         if self._binding is not None and self._binding is not binding:
             raise RuntimeError("one value_and_grad call can run one model; this one ran another before")
-        self._binding = binding
         binding.connect(self)
+        self._binding = binding
 
     def run(
         self,
