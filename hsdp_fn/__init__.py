@@ -18,7 +18,7 @@ from .errors import (
     UnknownUnitError,
 )
 from .inspect import describe, diff, memory_bytes
-from .layout import ROOT, Collective, Layout, ParamSpec, Replicate, Shard, UnitSpec, plan_layout
+from .layout import ROOT, Collective, Layout, ParamSpec, Replicate, Shard, UnitSpec
 from .lifecycle import GradPhase, ParamPhase
 from .mesh import MeshSpec
 from .ops import (
@@ -34,6 +34,7 @@ from .ops import (
     unshard,
     wait,
 )
+from .planner import plan_layout
 from .policy import (
     CPUOffloadPolicy,
     Keep,

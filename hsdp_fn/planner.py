@@ -1,0 +1,223 @@
+"""From names, shapes and a mesh to a layout: a pure function, without communication, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+
+from .dtypes import is_compute_float
+from .errors import LayoutError
+from .layout import (
+    ROOT,
+    Bucket,
+    Collective,
+    Flat,
+    Layout,
+    Member,
+    ParamSpec,
+    Placement,
+    Replicate,
+    Shard,
+    UnitLayout,
+    UnitSpec,
+)
+from .mesh import MeshSpec
+from .policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ReductionPolicy
+
+
+def plan_layout(
+    params: Iterable[ParamSpec],
+    mesh: MeshSpec,
+    units: Sequence[str | UnitSpec] = (),
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    reduction: ReductionPolicy | None = None,
+    prefetch: PrefetchPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    placement_fn: Callable[[ParamSpec], Placement | None] | None = None,
+    ignored: Iterable[str] = (),
+) -> Layout:
+    """Plan which rank owns what. Pure: no communication, no framework, the same result on every rank.
+
+    Args:
+        params: all parameters of the model, tied ones once with their further names as aliases.
+        mesh: default mesh of every parameter.
+        units: what to gather together, in execution order; what no unit claims belongs to the root unit, first.
+        mp_policy, offload_policy, reduction, prefetch: policies; None takes each class's defaults.
+        reshard_after_forward: default of units. None means True for named units and False for the root, whose
+            parameters are needed again at once in backward (FSDP2's rule).
+        placement_fn: called once a parameter; `Shard`, `Replicate`, or None for ``Shard(0)``.
+        ignored: names of parameters to leave out.
+
+    Raises:
+        LayoutError: a duplicate name, a unit without parameters, a scalar parameter, a shard dim out of range, tied
+            names in different units, a master dtype that can't be trained; naming the parameter or unit.
+    """
+    specs = list(params)
+    wanted = [UnitSpec(u) if isinstance(u, str) else u for u in units]
+    _check_names(specs, wanted)
+    left_out = _check_ignored(specs, ignored)
+    default_mp = mp_policy or MixedPrecisionPolicy()
+    owned: dict[str, list[ParamSpec]] = {ROOT: [], **{u.name: [] for u in wanted}}
+    for spec in specs:
+        if spec.name in left_out:
+            continue
+        owned[_owner(spec, wanted)].append(spec)
+    if owned[ROOT] and all(u.name != ROOT for u in wanted):
+        wanted = [UnitSpec(ROOT), *wanted]
+    plans = []
+    for unit in wanted:
+        members = owned[unit.name]
+        if not members:
+            raise LayoutError(
+                f"unit {unit.name!r} owns no parameter: no name starts with {unit.modules or (unit.name,)}, or more "
+                f"specific units claim them all. Remove it, or check the prefix."
+            )
+        reshard = unit.reshard_after_forward
+        if reshard is None:
+            reshard = unit.name != ROOT if reshard_after_forward is None else reshard_after_forward
+        if not isinstance(reshard, bool):
+            raise LayoutError(f"unit {unit.name!r}: reshard_after_forward must be a bool, found {reshard!r}")
+        mp = unit.mp_policy or default_mp
+        buckets = _plan_buckets(unit.name, members, mesh, mp, placement_fn)
+        plans.append(UnitLayout(unit.name, unit.modules or (unit.name,), tuple(members), buckets, reshard, mp))
+    plans.sort(key=lambda plan: plan.name != ROOT)
+    return Layout(
+        tuple(plans),
+        mesh,
+        reduction or ReductionPolicy(),
+        prefetch or PrefetchPolicy(),
+        offload_policy or OffloadPolicy(),
+        tuple(sorted(left_out)),
+    )
+
+
+def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
+    for unit in units:
+        if not isinstance(unit, UnitSpec):
+            raise LayoutError(f"a unit must be a name or a UnitSpec, found {unit!r}")
+    seen: set[str] = set()
+    for spec in specs:
+        for name in (spec.name, *spec.aliases):
+            if name in seen:
+                raise LayoutError(f"parameter name {name!r} appears twice; give a tied tensor once, with aliases")
+            seen.add(name)
+    names = [u.name for u in units]
+    if double := {n for n in names if names.count(n) > 1}:
+        raise LayoutError(f"unit names must be unique; given twice: {sorted(double)}")
+    if not specs:
+        raise LayoutError("there is no parameter to shard")
+
+
+def _check_ignored(specs: Sequence[ParamSpec], ignored: Iterable[str]) -> set[str]:
+    """All names of the ignored parameters, aliases included."""
+    tied = {name: (s.name, *s.aliases) for s in specs for name in (s.name, *s.aliases)}
+    ignored = list(ignored)
+    if unknown := [n for n in ignored if n not in tied]:
+        raise LayoutError(f"ignored names that are no parameter: {unknown}")
+    return {name for n in ignored for name in tied[n]}
+
+
+def _owner(spec: ParamSpec, units: Sequence[UnitSpec]) -> str:
+    """Name of the unit with the longest prefix of the parameter's name; else the root."""
+
+    def owner_of(name: str) -> str:
+        best: tuple[int, str] | None = None
+        for unit in units:
+            for prefix in unit.modules or (unit.name,):
+                if name == prefix or name.startswith(prefix + "."):
+                    if best is not None and best[0] == len(prefix) and best[1] != unit.name:
+                        raise LayoutError(f"prefix {prefix!r} is claimed by units {best[1]!r} and {unit.name!r}")
+                    if best is None or len(prefix) > best[0]:
+                        best = (len(prefix), unit.name)
+        return best[1] if best else ROOT
+
+    owner = owner_of(spec.name)
+    for alias in spec.aliases:
+        if (other := owner_of(alias)) != owner:
+            raise LayoutError(
+                f"parameter {spec.name!r} is tied to {alias!r}, but they belong to different units ({owner or '(root)'}"
+                f" and {other or '(root)'}), which would untie them. Put both modules into one unit."
+            )
+    return owner
+
+
+def _plan_buckets(
+    unit: str,
+    specs: Sequence[ParamSpec],
+    mesh: MeshSpec,
+    mp: MixedPrecisionPolicy,
+    placement_fn: Callable[[ParamSpec], Placement | None] | None,
+) -> tuple[Bucket, ...]:
+    groups: dict[tuple[MeshSpec, str], list[tuple[int, ParamSpec, int]]] = {}
+    for index, spec in enumerate(specs):
+        placement = (placement_fn(spec) if placement_fn else None) or Shard(0)
+        if not spec.shape:
+            raise LayoutError(f"parameter {spec.name!r} is a scalar; make it a 1-D tensor of one element")
+        if isinstance(placement, Shard):
+            dim, where = _check_shardable(spec, placement), mesh
+        elif isinstance(placement, Replicate):
+            dim, where = 0, mesh.as_replicated()
+        else:
+            raise LayoutError(f"placement of {spec.name!r} must be Shard, Replicate or None, found {placement!r}")
+        if not is_compute_float(spec.dtype) and spec.requires_grad:
+            raise LayoutError(f"parameter {spec.name!r} of dtype {spec.dtype} can't require gradients; freeze it")
+        groups.setdefault((where, spec.dtype), []).append((index, spec, dim))
+    return tuple(
+        _plan_bucket(unit, i, where, dtype, members, mp) for i, ((where, dtype), members) in enumerate(groups.items())
+    )
+
+
+def _plan_bucket(
+    unit: str,
+    index: int,
+    mesh: MeshSpec,
+    dtype: str,
+    members: list[tuple[int, ParamSpec, int]],
+    mp: MixedPrecisionPolicy,
+) -> Bucket:
+    compute = mp.param_dtype if mp.param_dtype and is_compute_float(dtype) else dtype
+    reduce = mp.reduce_dtype or compute
+    params = _plan_flat(members, mesh.shard_size)
+    trainable = [m for m in members if m[1].requires_grad]
+    grads = params if len(trainable) == len(members) else _plan_flat(trainable, mesh.shard_size) if trainable else None
+    shard, replicate = mesh.shard_size, mesh.replicate_size
+
+    def collective(op: str, of: str, flat: Flat | None, group: int, whole: int) -> Collective | None:
+        if flat is None or group == 1 or flat.numel == 0:
+            return None
+        return Collective(op, unit, index, of, flat.numel * whole, group, flat.padding if whole == shard else 0)
+
+    return Bucket(
+        index,
+        mesh,
+        dtype,
+        compute,
+        reduce,
+        params,
+        grads,
+        gather=collective("all_gather", compute, params, shard, shard),
+        reduce_scatter=collective("reduce_scatter", reduce, grads, shard, shard),
+        all_reduce=collective("all_reduce", reduce, grads, replicate, 1),
+    )
+
+
+def _plan_flat(members: Iterable[tuple[int, ParamSpec, int]], shard_size: int) -> Flat:
+    placed, offset = [], 0
+    for index, spec, dim in members:
+        chunk = -(-spec.shape[dim] // shard_size)
+        numel = prod(spec.shape[:dim]) * chunk * prod(spec.shape[dim + 1 :])
+        placed.append(Member(index, spec, dim, chunk, offset, numel))
+        offset += numel
+    return Flat(tuple(placed), shard_size, offset)
+
+
+def _check_shardable(spec: ParamSpec, placement: Shard) -> int:
+    ndim = len(spec.shape)
+    if type(placement.dim) is not int:
+        raise LayoutError(f"placement of {spec.name!r}: a shard dim is an int, found {placement.dim!r}")
+    dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < ndim:
+        raise LayoutError(f"Shard({placement.dim}) of parameter {spec.name!r} is out of range for shape {spec.shape}")
+    return dim
