@@ -117,8 +117,11 @@ class Frame:
 
     def leave(self, index: int, out: Any, final: bool) -> None:
         """The unit has run: arrange its backward, and free its full parameters if the layout says so."""
-        if self._depth[index] or self.in_backward:
-            return  # an outer call of the same unit goes on, or its backward follows at once
+        if self._depth[index]:
+            return  # an outer call of the same unit goes on
+        if self.in_backward:  # recomputed: its backward follows at once
+            self._install_leaves(index)
+            return
         if torch.is_grad_enabled():
             self._watch(index, out)
         if final:
@@ -141,14 +144,10 @@ class Frame:
         for other in [i for i in self._frozen if i != index and not self._depth[i]]:
             self._frozen.remove(other)
             self._reshard(other)
-        full = self._gathered(index)
+        self._gathered(index)
+        if self._leaves[index] is None:
+            self._install_leaves(index)
         plan = self.layout.units[index]
-        if self._binding is not None and self._leaves[index] is None:
-            # Checkpointed parts of the unit recompute with what is installed, and differentiate into it: leaves, so
-            # that a nested backward doesn't run the unit's node before its time.
-            leaves = tuple([t.detach().requires_grad_(p.requires_grad) for t, p in zip(full, plan.params, strict=True)])
-            self._leaves[index] = leaves
-            self._binding.install(index, leaves)
         # Half-way through this unit's backward the reduction of the one before has had time to run: its input is freed
         # before this unit's gradients are all there. Guarded by test_torch_memory.py.
         self._half = self.packed[index] // 2
@@ -266,6 +265,19 @@ class Frame:
     def _install(self, index: int, tensors: Sequence[Tensor]) -> None:
         if self._binding is not None:
             self._binding.install(index, tensors)
+
+    def _install_leaves(self, index: int) -> None:
+        """What checkpointed parts of a unit recompute with, and differentiate into. Leaves, so that such a nested
+        backward doesn't run the unit's node before its time."""
+        if self._binding is None:
+            return
+        self._collect_leaves(index)
+        params = self.layout.units[index].params
+        leaves = tuple(
+            [t.detach().requires_grad_(p.requires_grad) for t, p in zip(self._gathered(index), params, strict=True)]
+        )
+        self._leaves[index] = leaves
+        self._binding.install(index, leaves)
 
     def _reshard(self, index: int) -> None:
         plan = self.layout.units[index]
