@@ -45,6 +45,8 @@ class Frame:
         self.in_backward = False
         self.anchor = torch.zeros((), requires_grad=True)
         count = len(self.units)
+        # Units that the state brings along gathered stay so through forward.
+        self._kept = [isinstance(u.full, tuple) for u in state.units]
         self.packed = [0] * count  # saved views of each unit's parameters; `gather` counts them up
         self._attached: list[tuple[Tensor, ...] | None] = [None] * count  # outputs of the live autograd node
         self._leaves: list[tuple[Tensor, ...] | None] = [None] * count  # installed for recomputation in backward
@@ -126,7 +128,7 @@ class Frame:
             self._watch(index, out)
         if final:
             self._order.append(index)
-            if self.layout.units[index].reshard_after_forward:
+            if self._reshards(index):
                 self._reshard(index)
 
     # -- backward -----------------------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ class Frame:
     def backward(self, loss: Tensor) -> None:
         """Differentiate; units are gathered again and their gradients reduced on the way."""
         self.in_backward = True
-        again = [i for i in reversed(self._order) if self.layout.units[i].reshard_after_forward]
+        again = [i for i in reversed(self._order) if self._reshards(i)]
         self._backward_order = list(dict.fromkeys(again))
         self._place = {index: at for at, index in enumerate(self._backward_order)}
         torch.autograd.backward(loss)
@@ -186,23 +188,14 @@ class Frame:
             unused = self.layout.reduction.unused == "zeros" and not self._reduced[index] and bool(plan.trainable)
             if self._partial[index] is not None or (self.sync is not Sync.NONE and (unused or held)):
                 self._reduce(index)
-        self._advance()
-        self._close()
-        self.units = [
-            on_unit.reshard(on_unit.finish_gather(u, plan, self.backend))
-            for u, plan in zip(self.units, self.layout.units, strict=True)
-        ]
-        s = self.start
-        return HSDPState(
-            tuple(self.units), s.layout, s.backend, s.step, s.micro + 1, s.ledger + tuple(self.log), Token()
-        )
+        self._advance()  # which issues every all-reduce that is still owed
+        self._end(keep=False)
+        return self._state(self.start.micro + 1)
 
     def commit_forward(self) -> HSDPState:
-        """The state after a forward without backward: nothing changed but the ledger."""
-        state = self.commit()
-        return HSDPState(
-            state.units, state.layout, state.backend, state.step, self.start.micro, state.ledger, state.token
-        )
+        """The state after a forward without backward: gathered is what was gathered before; the ledger grows."""
+        self._end(keep=True)
+        return self._state(self.start.micro)
 
     def abort(self) -> None:
         """Wait for what is in flight and forget the frame."""
@@ -242,8 +235,11 @@ class Frame:
             if not self._reduced[ahead]:
                 self._start_gather(ahead)
 
+    def _reshards(self, index: int) -> bool:
+        return self.layout.units[index].reshard_after_forward and not self._kept[index]
+
     def _saved_params(self, index: int, full: Sequence[Tensor]) -> Any:
-        if self.layout.units[index].reshard_after_forward and torch.is_grad_enabled():
+        if self._reshards(index) and torch.is_grad_enabled():
             return SavedParams(self, index, [full[b.params.members[0].index] for b in self.layout.units[index].buckets])
         return _NO_HOOKS
 
@@ -328,6 +324,17 @@ class Frame:
             if unit.reducing is not None:
                 still.append(index)
         self._in_flight = still
+
+    def _end(self, *, keep: bool) -> None:
+        """Leave the modules and reshard everything, except, if asked to ``keep`` them, what came gathered."""
+        self._close()
+        for index, plan in enumerate(self.layout.units):
+            if not (keep and self._kept[index]):
+                self.units[index] = on_unit.reshard(on_unit.finish_gather(self.units[index], plan, self.backend))
+
+    def _state(self, micro: int) -> HSDPState:
+        s = self.start
+        return HSDPState(tuple(self.units), s.layout, s.backend, s.step, micro, s.ledger + tuple(self.log), Token())
 
     def _close(self) -> None:
         self._attached = [None] * len(self.units)

@@ -121,8 +121,9 @@ def value_and_grad(
 def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
     """Make ``run(state, *batch, **kwargs) -> (fn(params, *batch, **kwargs), state')`` without gradients.
 
-    Communicates: one all-gather a unit over the shard group, so all ranks must call it equally often. The new state
-    differs in its ledger only.
+    Communicates: one all-gather over the shard group for each bucket that isn't gathered, so all ranks must call it
+    equally often. After ``unshard(state)`` it doesn't communicate, and ranks may call it as often as they like: units
+    that come gathered stay gathered. The new state differs in its ledger only.
     """
 
     def run(state: HSDPState, *batch: Any, **kwargs: Any) -> tuple[Any, HSDPState]:

@@ -53,7 +53,8 @@ def optimizer_step(
         norm = global_norm(state, rows)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         present = [g for g in rows.values() if g is not None]
-        torch._foreach_mul_(present, scale)
+        if present:
+            torch._foreach_mul_(present, scale.to(present[0].device))
     for name, grad in rows.items():
         params[name].grad = grad
     optimizer.step()
