@@ -68,9 +68,9 @@ class Backend(Protocol):
         """A shard on the compute device in ``dtype``; the same tensor when it is that already."""
         ...
 
-    def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
-        """``shard * factor`` in ``dtype``, where shards are kept, computed in the wider of both dtypes. Doesn't write
-        into ``shard``."""
+    def store(self, shard: Tensor, dtype: str, factor: float, *, donate: bool) -> Tensor:
+        """``shard * factor`` in ``dtype``, where shards are kept, computed in the wider of both dtypes. Writes into
+        ``shard`` only if it is donated."""
         ...
 
     def settle(self) -> None:

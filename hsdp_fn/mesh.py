@@ -8,7 +8,7 @@ neither set (tensor or pipeline parallel) are left alone: ranks that differ only
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
@@ -35,23 +35,28 @@ class MeshSpec:
     shard: tuple[str, ...] = ()
     replicate: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    #: Number of pieces each parameter is split into, of ranks that hold the same shard, and their product: the number
+    #: of ranks that see different data, which divides the mean gradient.
+    shard_size: int = field(init=False, repr=False, compare=False)
+    replicate_size: int = field(init=False, repr=False, compare=False)
+    data_parallel_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field in ("shape", "names", "shard", "replicate", "ranks"):
-            value = getattr(self, field)
+        for name in ("shape", "names", "shard", "replicate", "ranks"):
+            value = getattr(self, name)
             if not isinstance(value, (tuple, list)):
-                raise MeshError(f"{field} must be a tuple, found {value!r}")
-            object.__setattr__(self, field, tuple(value))
+                raise MeshError(f"{name} must be a tuple, found {value!r}")
+            object.__setattr__(self, name, tuple(value))
         if not self.shape or any(type(n) is not int or n < 1 for n in self.shape):
             raise MeshError(f"shape must be a non-empty tuple of positive ints, found {self.shape!r}")
         if len(self.names) != len(self.shape) or len(set(self.names)) != len(self.names):
             raise MeshError(f"names must hold one unique name per axis of shape {self.shape}, found {self.names!r}")
-        for field, axes in (("shard", self.shard), ("replicate", self.replicate)):
+        for role, axes in (("shard", self.shard), ("replicate", self.replicate)):
             for axis in axes:
                 if axis not in self.names:
-                    raise MeshError(f"{field} axis {axis!r} isn't an axis of the mesh; it has {self.names}")
+                    raise MeshError(f"{role} axis {axis!r} isn't an axis of the mesh; it has {self.names}")
             if len(set(axes)) != len(axes):
-                raise MeshError(f"{field} names an axis twice: {axes}")
+                raise MeshError(f"{role} names an axis twice: {axes}")
         if both := set(self.shard) & set(self.replicate):
             raise MeshError(f"axes {sorted(both)} are in both shard and replicate; an axis has one role")
         if not self.shard and not self.replicate:
@@ -62,6 +67,9 @@ class MeshSpec:
             len(self.ranks) == len(set(self.ranks)) == prod(self.shape)
         ):
             raise MeshError(f"ranks must be {prod(self.shape)} different global ranks, found {self.ranks}")
+        object.__setattr__(self, "shard_size", self._size(self.shard))
+        object.__setattr__(self, "replicate_size", self._size(self.replicate))
+        object.__setattr__(self, "data_parallel_size", self.shard_size * self.replicate_size)
 
     @classmethod
     def fsdp(cls, shard: int) -> MeshSpec:
@@ -82,21 +90,6 @@ class MeshSpec:
     def size(self) -> int:
         """Number of ranks in the mesh, all axes together."""
         return prod(self.shape)
-
-    @property
-    def shard_size(self) -> int:
-        """Number of pieces each parameter is split into."""
-        return self._size(self.shard)
-
-    @property
-    def replicate_size(self) -> int:
-        """Number of ranks that hold the same shard."""
-        return self._size(self.replicate)
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of ranks that see different data: the divisor of the mean gradient."""
-        return self.shard_size * self.replicate_size
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Position of a global rank on each axis.

@@ -99,7 +99,7 @@ class ReferenceBackend:
     def load(self, shard: Tensor, dtype: str) -> Tensor:
         return self.cast(shard, dtype)
 
-    def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
+    def store(self, shard: Tensor, dtype: str, factor: float, *, donate: bool) -> Tensor:
         wide = np.promote_types(shard.dtype, dtype)  # scale in the wider of the two
         return (shard.astype(wide) * wide.type(factor)).astype(dtype) if factor != 1.0 else self.cast(shard, dtype)
 

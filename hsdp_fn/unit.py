@@ -1,15 +1,15 @@
 """The pure functions on one unit. `ops` lifts them to whole states; a running forward and backward calls them directly.
 
-Each takes a `UnitState` and returns a new one, and never writes into memory that the old one holds, so that whatever
-fails later, the old one can be used again. ``log`` collects the
+Each takes a `UnitState` and returns a new one, and never writes into memory that the old one holds (unless that was
+donated), so that whatever fails later, the old one can be used again. ``log`` collects the
 collectives issued. When a collective can't be issued, those already launched by the same call are awaited before the
 error leaves, so that no buffer is freed under a running collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 from .backend import Backend, Handle, Tensor
 from .layout import Collective, UnitLayout
@@ -22,13 +22,13 @@ Log = list[Collective]
 
 def start_gather(unit: UnitState, plan: UnitLayout, backend: Backend, log: Log) -> UnitState:
     """Communicates: one all-gather a bucket over its shard group. SHARDED -> GATHERING; otherwise the unit itself."""
-    check(unit.name, unit.params_phase, unit.grads_phase, Op.UNSHARD)
     if unit.full is not None:
         return unit
+    check(unit.name, unit.params_phase, unit.grads_phase, Op.UNSHARD)
     outputs: list[Tensor] = []
     keepalive: list[Tensor] = []
     handles: list[Handle] = []
-    with _awaiting(backend, handles):
+    with _Awaiting(backend, handles):
         for bucket, master in zip(plan.buckets, unit.master, strict=True):
             source = backend.load(master, bucket.compute_dtype)
             output, handle = source, None
@@ -62,9 +62,9 @@ def finish_gather(unit: UnitState, plan: UnitLayout, backend: Backend) -> UnitSt
 
 def reshard(unit: UnitState) -> UnitState:
     """Does not communicate: drops the full parameters. UNSHARDED -> SHARDED; illegal while they are gathered."""
-    check(unit.name, unit.params_phase, unit.grads_phase, Op.SHARD)
     if unit.full is None:
         return unit
+    check(unit.name, unit.params_phase, unit.grads_phase, Op.SHARD)
     return UnitState(unit.name, unit.master, None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
 
@@ -110,7 +110,7 @@ def start_reduce(
     keepalive: list[Tensor | None] = []
     handles: list[Handle] = []
     summed: list[bool] = []
-    with _awaiting(backend, handles):
+    with _Awaiting(backend, handles):
         for i, bucket in enumerate(plan.buckets):
             output = source = handle = None
             done = False
@@ -136,12 +136,21 @@ def start_reduce(
 
 
 def advance_reduce(
-    unit: UnitState, plan: UnitLayout, backend: Backend, reduction: ReductionPolicy, log: Log
+    unit: UnitState,
+    plan: UnitLayout,
+    backend: Backend,
+    reduction: ReductionPolicy,
+    log: Log,
+    *,
+    donate: bool = False,
 ) -> UnitState:
     """One step further with a reduction in flight.
 
     Communicates: after the reduce-scatter of a ``FULL`` reduction, one all-reduce a bucket over its replicate group
     when that has more than one rank. Waits for what is in flight before.
+
+    Args:
+        donate: the caller gives the unit up even if the call fails: its buffers in flight may be overwritten.
 
     Returns:
         A unit that is REDUCING still (its all-reduce runs), or READY, or HELD (after ``SHARD``).
@@ -163,12 +172,12 @@ def advance_reduce(
         return UnitState(unit.name, unit.master, unit.full, None, GradShards(flats, present), None, unit.grad)
     handles: list[Handle] = []
     outputs: list[Tensor | None] = []
-    with _awaiting(backend, handles):
+    with _Awaiting(backend, handles):
         for i, (bucket, total, done) in enumerate(zip(plan.buckets, sums, pending.summed, strict=True)):
             handle = None
             if total is not None and bucket.all_reduce is not None and not done:
                 buffer = backend.cast(total, bucket.reduce_dtype)
-                if buffer is pending.outputs[i] or buffer is _partial(unit, i):
+                if (buffer is pending.outputs[i] and not donate) or buffer is _partial(unit, i):
                     # This unit still holds the memory: should the call fail, it must find its own sum there.
                     buffer = backend.clone(buffer)
                 total, handle = backend.all_reduce(bucket.mesh, buffer)
@@ -176,7 +185,8 @@ def advance_reduce(
             outputs.append(total)
             handles.append(handle)
     if all(handle is None for handle in handles):
-        return _finished(unit, plan, backend, reduction, outputs, present)
+        mine = tuple(donate and a is b for a, b in zip(outputs, pending.outputs, strict=True))
+        return _finished(unit, plan, backend, reduction, outputs, present, mine)
     everything = (True,) * len(outputs)
     pending = Pending("reduce", unit.name, tuple(outputs), (), tuple(handles), Sync.FULL, present, everything)
     return UnitState(unit.name, unit.master, unit.full, None, None, pending, unit.grad)
@@ -236,8 +246,9 @@ def _finished(
     reduction: ReductionPolicy,
     sums: Sequence[Tensor | None],
     present: tuple[bool, ...],
+    mine: Sequence[bool],
 ) -> UnitState:
-    """Scale the sums into the gradient, adding to one that is there already."""
+    """Scale the sums into the gradient, in place where they are ``mine``, adding to one that is there already."""
     flats: list[Tensor | None] = []
     old = unit.grad
     for i, (bucket, total) in enumerate(zip(plan.buckets, sums, strict=True)):
@@ -246,7 +257,7 @@ def _finished(
             flats.append(before)
             continue
         _, after = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
-        total = backend.store(total, bucket.dtype, after)
+        total = backend.store(total, bucket.dtype, after, donate=mine[i])
         flats.append(total if before is None else backend.add(before, total, bucket.dtype))
     if old is not None:
         present = _either(present, old.present)
@@ -261,14 +272,20 @@ def _either(a: Sequence[bool], b: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(x or y for x, y in zip(a, b, strict=True))
 
 
-@contextmanager
-def _awaiting(backend: Backend, handles: Sequence[Handle]) -> Iterator[None]:
+class _Awaiting:
     """On an error inside, wait for the collectives launched so far, then let it pass."""
-    try:
-        yield
-    except BaseException:
-        for handle in handles:
-            if handle is not None:
-                with suppress(Exception):
-                    backend.wait(handle)
-        raise
+
+    __slots__ = ("backend", "handles")
+
+    def __init__(self, backend: Backend, handles: Sequence[Handle]) -> None:
+        self.backend, self.handles = backend, handles
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            for handle in self.handles:
+                if handle is not None:
+                    with suppress(Exception):
+                        self.backend.wait(handle)

@@ -11,7 +11,7 @@ reduction is always SUM; scaling is done here (gloo and HCCL have no usable PREM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,18 +32,9 @@ _NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPE.ite
 _NO_REDUCE: dict[str, tuple[str, ...]] = {"hccl": ("float64",)}
 
 
-def _collective(new: str, old: str) -> Callable[..., dist.Work]:
-    """Call by the name that this torch doesn't warn about, looked up at each call."""
-
-    def call(*args: object, **kwargs: object) -> dist.Work:
-        work: dist.Work = (getattr(dist, new, None) or getattr(dist, old))(*args, **kwargs)
-        return work
-
-    return call
-
-
-_all_gather = _collective("all_gather_single", "all_gather_into_tensor")
-_reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+# The names that this torch doesn't warn about.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class TorchBackend:
@@ -155,14 +146,14 @@ class TorchBackend:
         """See `Backend.load`."""
         return shard.to(self.device, _TORCH_DTYPE[dtype], non_blocking=True)
 
-    def store(self, shard: Tensor, dtype: str, factor: float) -> Tensor:
+    def store(self, shard: Tensor, dtype: str, factor: float, *, donate: bool) -> Tensor:
         """See `Backend.store`."""
         wanted = _TORCH_DTYPE[dtype]
         if wanted.itemsize > shard.dtype.itemsize:  # scale in the wider of the two
-            shard = shard.to(wanted)
-            shard = shard.mul_(factor) if factor != 1.0 else shard
-        else:
-            shard = (shard * factor if factor != 1.0 else shard).to(wanted)
+            shard, donate = shard.to(wanted), True
+        if factor != 1.0:
+            shard = shard.mul_(factor) if donate else shard * factor
+        shard = shard.to(wanted)
         if self._home == shard.device:
             return shard
         kept = torch.empty(shard.shape, dtype=shard.dtype, device=self._home, pin_memory=self._pin)
@@ -175,6 +166,10 @@ class TorchBackend:
         """See `Backend.settle`. Also the end of a step's communication: buffers kept for reuse are freed."""
         self._land()
         self._pool.clear()
+
+    def trim(self) -> None:
+        """Free the large buffers that are kept for reuse and that nothing holds at present."""
+        self._pool.trim()
 
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:
         """See `Backend.cast`."""
@@ -203,12 +198,12 @@ class TorchBackend:
     def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.all_gather`."""
         out = self._pool.take(shard.numel() * mesh.shard_size, shard.dtype)
-        return out, _all_gather(out, shard, group=self.group(mesh.shard), async_op=True)
+        return out, getattr(dist, _ALL_GATHER)(out, shard, group=self.group(mesh.shard), async_op=True)
 
     def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.reduce_scatter`."""
         out = torch.empty(packed.numel() // mesh.shard_size, dtype=packed.dtype, device=packed.device)
-        return out, _reduce_scatter(out, packed, group=self.group(mesh.shard), async_op=True)
+        return out, getattr(dist, _REDUCE_SCATTER)(out, packed, group=self.group(mesh.shard), async_op=True)
 
     def all_reduce(self, mesh: MeshSpec, buffer: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.all_reduce`."""

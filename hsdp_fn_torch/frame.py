@@ -22,6 +22,7 @@ from hsdp_fn import Collective, GradPhase, HSDPState, Sync, UnitState
 from hsdp_fn import unit as on_unit
 from hsdp_fn.state import Token
 
+from .backend import TorchBackend
 from .binding import Binding
 from .casting import cast_floating, tensors_in
 from .gather import SavedParams, attach
@@ -38,6 +39,7 @@ class Frame:
     """
 
     def __init__(self, state: HSDPState, sync: Sync) -> None:
+        assert isinstance(state.backend, TorchBackend), f"a state of {state.backend.name} can't run torch modules"
         self.layout, self.backend, self.sync = state.layout, state.backend, sync
         self.start = state
         self.units: list[UnitState] = list(state.units)
@@ -164,6 +166,7 @@ class Frame:
         self.packed[index] -= 1
         if self._in_flight and self.packed[index] == self._half:
             self._advance()
+            self.backend.trim()
         return self._gathered(index)[at].as_strided(size, stride, offset)
 
     def receive(self, index: int, grads: Sequence[Tensor | None], *, counted: bool) -> None:
@@ -268,10 +271,10 @@ class Frame:
         if self._binding is None:
             return
         self._collect_leaves(index)
-        params = self.layout.units[index].params
-        leaves = tuple(
-            [t.detach().requires_grad_(p.requires_grad) for t, p in zip(self._gathered(index), params, strict=True)]
-        )
+        leaves = self._gathered(index)
+        for tensor, spec in zip(leaves, self.layout.units[index].params, strict=True):
+            tensor.grad = None
+            tensor.requires_grad_(spec.requires_grad)
         self._leaves[index] = leaves
         self._binding.install(index, leaves)
 
@@ -313,13 +316,13 @@ class Frame:
             self._in_flight.append(index)
 
     def _advance(self) -> None:
-        """Take reductions in flight one step further, freeing their inputs before the next one packs its own."""
+        """Take the frame's reductions in flight one step further; their inputs are freed before the next one packs."""
         still = []
         for index in self._in_flight:
             plan, reduction = self.layout.units[index], self.layout.reduction
             unit = self.units[index]
             if unit.reducing is not None:
-                unit = on_unit.advance_reduce(unit, plan, self.backend, reduction, self.log)
+                unit = on_unit.advance_reduce(unit, plan, self.backend, reduction, self.log, donate=True)
                 self.units[index] = unit
             if unit.reducing is not None:
                 still.append(index)

@@ -1,8 +1,9 @@
 """Reuse of large host buffers within a step.
 
-On CPU an allocation above the allocator's mmap limit (32 MiB) is fresh zero pages each time, and touching them costs
-several times the copy itself. The pool hands such buffers out again as soon as nothing else holds their storage: not an
-output in flight, not a tensor saved for backward, not a view the user kept. Device allocators do this themselves.
+On CPU a large allocation is fresh zero pages each time it is made (always above 32 MiB, often below), and touching
+them costs several times the copy itself. The pool hands such buffers out again as soon as nothing else holds their
+storage: not an output in flight, not a tensor saved for backward, not a view the user kept. Device allocators do this
+themselves.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Smaller buffers come from the allocator's own heap, without page faults.
-_LARGE = 16 * 2**20
+#: Smaller buffers come from the allocator's own heap, mostly without page faults.
+_LARGE = 2**20
 
 
 class BufferPool:
@@ -19,11 +20,12 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._limit = _LARGE if device.type == "cpu" else float("inf")
         self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized 1-D tensor, possibly over memory that an earlier one has left."""
-        if self._device.type != "cpu" or numel * dtype.itemsize < _LARGE:
+        if numel * dtype.itemsize < self._limit:
             return torch.empty(numel, dtype=dtype, device=self._device)
         for kept in self._kept.get((numel, dtype), ()):
             if _idle(kept):
