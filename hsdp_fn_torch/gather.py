@@ -89,7 +89,7 @@ class SavedParams:
 
     def __enter__(self) -> None:
         beneath = _top(True)
-        index, ranges, remake, counts = self._index, self._ranges, self._frame.remake, self._frame.packed
+        index, ranges, remake, use = self._index, self._ranges, self._frame.remake, self._frame.uses[self._index]
         low = min((r[0] for r in ranges), default=0)
         high = max((r[1] for r in ranges), default=0)
 
@@ -98,7 +98,7 @@ class SavedParams:
             if low <= pointer < high:  # most tensors aren't: one comparison
                 for start, stop, at, dtype in ranges:
                     if start <= pointer < stop and tensor.dtype is dtype:
-                        counts[index] += 1
+                        use.packed += 1
                         return _View(index, at, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
             return tensor if beneath is None else _Packed(beneath[0](tensor), beneath[1])
 
