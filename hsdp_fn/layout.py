@@ -60,7 +60,10 @@ class ParamSpec:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        shape = tuple(self.shape)
+        if isinstance(self.aliases, str) or not isinstance(self.aliases, (tuple, list)):
+            raise LayoutError(f"parameter {self.name!r}: aliases must be a tuple of names, found {self.aliases!r}")
+        object.__setattr__(self, "aliases", tuple(self.aliases))
+        shape = tuple(self.shape) if isinstance(self.shape, (tuple, list)) else (-1,)
         if any(type(n) is not int or n < 0 for n in shape):
             raise LayoutError(f"parameter {self.name!r}: shape must hold ints >= 0, found {self.shape!r}")
         object.__setattr__(self, "shape", shape)

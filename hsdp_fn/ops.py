@@ -45,7 +45,8 @@ def shard(
         PhaseError: a unit is still being gathered.
     """
     if isinstance(source, HSDPState):
-        assert layout is None or not isinstance(layout, Layout), "shard(state, units) takes unit names"
+        if isinstance(layout, Layout):
+            raise TypeError("shard(state, units) takes unit names; shard(params, layout, backend=...) takes a layout")
         return _each(source, layout, Op.SHARD, lambda u, plan, log: on_unit.reshard(u))
     if not isinstance(layout, Layout) or backend is None:
         raise TypeError("shard(params, layout, *, backend): give a Layout and a backend")

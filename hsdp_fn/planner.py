@@ -54,6 +54,7 @@ def plan_layout(
         LayoutError: a duplicate name, a unit without parameters, a scalar parameter, a shard dim out of range, tied
             names in different units, a master dtype that can't be trained; naming the parameter or unit.
     """
+    _check_types(mesh, units, mp_policy, offload_policy, reduction, prefetch)
     specs = list(params)
     wanted = [UnitSpec(u) if isinstance(u, str) else u for u in units]
     _check_names(specs, wanted)
@@ -93,10 +94,30 @@ def plan_layout(
     )
 
 
+def _check_types(mesh: object, units: object, mp: object, offload: object, reduction: object, prefetch: object) -> None:
+    if not isinstance(mesh, MeshSpec):
+        raise LayoutError(f"mesh must be a MeshSpec, found {mesh!r}")
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        raise LayoutError(f"units must be a sequence of names and UnitSpecs, found {units!r}")
+    kinds = (
+        ("mp_policy", mp, MixedPrecisionPolicy),
+        ("offload_policy", offload, OffloadPolicy),
+        ("reduction", reduction, ReductionPolicy),
+        ("prefetch", prefetch, PrefetchPolicy),
+    )
+    for name, value, kind in kinds:
+        if value is not None and not isinstance(value, kind):
+            raise LayoutError(f"{name} must be a {kind.__name__} or None, found {value!r}")
+
+
 def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
     for unit in units:
         if not isinstance(unit, UnitSpec):
             raise LayoutError(f"a unit must be a name or a UnitSpec, found {unit!r}")
+        if isinstance(unit.modules, str) or not isinstance(unit.modules, Sequence):
+            raise LayoutError(f"unit {unit.name!r}: modules must be a tuple of prefixes, found {unit.modules!r}")
+        if unit.mp_policy is not None and not isinstance(unit.mp_policy, MixedPrecisionPolicy):
+            raise LayoutError(f"unit {unit.name!r}: mp_policy must be a MixedPrecisionPolicy, found {unit.mp_policy!r}")
     seen: set[str] = set()
     for spec in specs:
         for name in (spec.name, *spec.aliases):
@@ -113,6 +134,8 @@ def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
 def _check_ignored(specs: Sequence[ParamSpec], ignored: Iterable[str]) -> set[str]:
     """All names of the ignored parameters, aliases included."""
     tied = {name: (s.name, *s.aliases) for s in specs for name in (s.name, *s.aliases)}
+    if isinstance(ignored, str):
+        raise LayoutError(f"ignored must hold names, found the string {ignored!r}")
     ignored = list(ignored)
     if unknown := [n for n in ignored if n not in tied]:
         raise LayoutError(f"ignored names that are no parameter: {unknown}")

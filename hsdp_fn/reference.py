@@ -27,7 +27,10 @@ class Flight:
 
     def __init__(self, output: Array, value: Array) -> None:
         self.output, self.value = output, value
-        output[...] = np.nan if np.issubdtype(output.dtype, np.floating) else np.iinfo(output.dtype).min
+        if np.issubdtype(output.dtype, np.floating):
+            output[...] = np.nan
+        else:
+            output[...] = False if output.dtype == bool else np.iinfo(output.dtype).min
 
     def land(self) -> None:
         self.output[...] = self.value

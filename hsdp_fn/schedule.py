@@ -77,7 +77,10 @@ def _reduce(unit: UnitLayout, sync: Sync, owed: list[Collective], out: list[Coll
     if sync is Sync.NONE or not any(b.grads for b in unit.buckets):
         return owed
     out += owed
-    out += [b.reduce_scatter for b in unit.buckets if b.reduce_scatter is not None]
-    if sync is Sync.SHARD:
-        return []
-    return [b.all_reduce for b in unit.buckets if b.all_reduce is not None]
+    owed = []
+    for b in unit.buckets:
+        if b.reduce_scatter is not None:
+            out.append(b.reduce_scatter)
+        if b.all_reduce is not None and sync is Sync.FULL:
+            (owed if b.reduce_scatter is not None else out).append(b.all_reduce)
+    return owed

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from .backend import Backend, Handle, Tensor
-from .layout import Collective, UnitLayout
+from .layout import Bucket, Collective, UnitLayout
 from .lifecycle import Op, check
 from .policy import ReductionPolicy, Sync
 from .state import GradShards, Pending, UnitState
@@ -121,8 +121,12 @@ def start_reduce(
                 if bucket.reduce_scatter is not None:
                     output, handle = backend.reduce_scatter(bucket.mesh, source)
                     log.append(bucket.reduce_scatter)
-                elif bucket.all_reduce is not None and sync is Sync.FULL and _partial(unit, i) is None:
-                    output, handle = backend.all_reduce(bucket.mesh, source)
+            if bucket.reduce_scatter is None and bucket.all_reduce is not None and sync is Sync.FULL:
+                total = _sum(_partial(unit, i), source, bucket, backend)
+                if total is not None:
+                    buffer = backend.cast(total, bucket.reduce_dtype)
+                    buffer = backend.clone(buffer) if buffer is _partial(unit, i) else buffer
+                    output, handle = backend.all_reduce(bucket.mesh, buffer)
                     log.append(bucket.all_reduce)
                     done = True
             outputs.append(output)
@@ -161,10 +165,10 @@ def advance_reduce(
     await_all(backend, pending.handles)
     held = unit.acc_partial
     present = pending.present if held is None else _either(pending.present, held.present)
-    sums: list[Tensor | None] = []
-    for i, (bucket, new) in enumerate(zip(plan.buckets, pending.outputs, strict=True)):
-        old = _partial(unit, i)
-        sums.append(old if new is None else new if old is None else backend.add(old, new, bucket.acc_dtype))
+    sums = [
+        new if done else _sum(_partial(unit, i), new, bucket, backend)
+        for i, (bucket, new, done) in enumerate(zip(plan.buckets, pending.outputs, pending.summed, strict=True))
+    ]
     if pending.sync is Sync.SHARD:
         flats = tuple(
             None if s is None else backend.cast(s, b.acc_dtype) for s, b in zip(sums, plan.buckets, strict=True)
@@ -266,6 +270,13 @@ def _finished(
 
 def _partial(unit: UnitState, bucket: int) -> Tensor | None:
     return None if unit.acc_partial is None else unit.acc_partial.flats[bucket]
+
+
+def _sum(held: Tensor | None, new: Tensor | None, bucket: Bucket, backend: Backend) -> Tensor | None:
+    """Earlier microbatches' sum plus the new one, either of which may be missing."""
+    if held is None or new is None:
+        return new if held is None else held
+    return backend.add(held, new, bucket.acc_dtype)
 
 
 def _either(a: Sequence[bool], b: Sequence[bool]) -> tuple[bool, ...]:
