@@ -59,7 +59,7 @@ class TorchBackend:
         self._home, self._pin = self.device, False  # where shards are kept
         if isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu":
             self._home, self._pin = torch.device("cpu"), self.offload.pin_memory
-        self._pool = BufferPool(self.device)
+        self.pool = BufferPool(self.device)  # large buffers, reused while a frame runs
         self._copied: torch.Event | None = None
         self.name = f"torch {dist.get_backend(self._groups.all())} on {self.device}"
 
@@ -101,6 +101,8 @@ class TorchBackend:
 
     def objection(self, param: Tensor) -> str | None:
         """See `Backend.objection`."""
+        if hasattr(param, "placements"):
+            return "is a DTensor; give the parameters before they are sharded"
         if param.is_meta:
             return "is on the meta device; materialize it first"
         if param.layout is not torch.strided:
@@ -163,13 +165,8 @@ class TorchBackend:
         return kept
 
     def settle(self) -> None:
-        """See `Backend.settle`. Also the end of a step's communication: buffers kept for reuse are freed."""
+        """See `Backend.settle`."""
         self._land()
-        self._pool.clear()
-
-    def trim(self) -> None:
-        """Free the large buffers that are kept for reuse and that nothing holds at present."""
-        self._pool.trim()
 
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:
         """See `Backend.cast`."""
@@ -187,17 +184,17 @@ class TorchBackend:
 
     def pack(self, mesh: MeshSpec, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
         """See `Backend.pack`."""
-        packed = self._pool.take(flat.numel * flat.shard_size, _TORCH_DTYPE[dtype])
+        packed = self.pool.take(flat.numel * flat.shard_size, _TORCH_DTYPE[dtype])
         flats.pack(self._plan(mesh, flat), grads, packed)
         return packed.mul_(factor) if factor != 1.0 else packed
 
     def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
         """See `Backend.unpack`."""
-        return flats.unpack(self._plan(mesh, flat), gathered, self._pool.take)
+        return flats.unpack(self._plan(mesh, flat), gathered, self.pool.take)
 
     def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.all_gather`."""
-        out = self._pool.take(shard.numel() * mesh.shard_size, shard.dtype)
+        out = self.pool.take(shard.numel() * mesh.shard_size, shard.dtype)
         return out, getattr(dist, _ALL_GATHER)(out, shard, group=self.group(mesh.shard), async_op=True)
 
     def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, dist.Work]:

@@ -42,28 +42,46 @@ def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict
             before, after = reduction.factors(bucket.mesh.data_parallel_size, "float32")
             shard = backend.group(bucket.mesh.shard).group_name if bucket.mesh.shard_size > 1 else ""
             replicate = backend.group(bucket.mesh.replicate).group_name if bucket.mesh.replicate_size > 1 else ""
-            how = (bucket.mesh.shard_size, shard, replicate, before * after)
+            how = (bucket.mesh.shard_size, shard, replicate, False)
             index = bucket.mesh.shard_index(backend.rank)
             flat = _flatten([rows[m.spec.name] for m in bucket.params.members], bucket.params, index)
             flat = flat.to(getattr(torch, bucket.compute_dtype))
-            whole = _Gather.apply(flat, *how)  # type: ignore[no-untyped-call]
+            whole = _Gather.apply(_ScaleGrad.apply(flat, before * after), *how)  # type: ignore[no-untyped-call]
             for member, full in zip(bucket.params.members, _unflatten(whole, bucket), strict=True):
                 out.update((name, full) for name in (member.spec.name, *member.spec.aliases))
     return out
 
 
-class _Gather(torch.autograd.Function):
-    """Flat shard to all flat shards in a row."""
+class _ScaleGrad(torch.autograd.Function):
+    """Identity whose gradient is scaled: what makes a sum over ranks the mean."""
 
     @staticmethod
-    def forward(x: Tensor, ranks: int, shard: str, replicate: str, factor: float) -> Tensor:
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class _Gather(torch.autograd.Function):
+    """Flat shard to all flat shards in a row; if ``summed``, of their sum over replicas (`_Reduce`, transposed)."""
+
+    @staticmethod
+    def forward(x: Tensor, ranks: int, shard: str, replicate: str, summed: bool) -> Tensor:
+        if summed and replicate:
+            x = _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", replicate))
         if ranks == 1:
             return x.clone()
         return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, shard))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.how = inputs[1:]
+        ctx.how = inputs[1:4]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -71,24 +89,23 @@ class _Gather(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """All ranks' rows of whole gradients to this rank's rows of the reduced one."""
+    """All ranks' rows of whole gradients to this rank's rows of their sum."""
 
     @staticmethod
-    def forward(x: Tensor, ranks: int, shard: str, replicate: str, factor: float) -> Tensor:
+    def forward(x: Tensor, ranks: int, shard: str, replicate: str) -> Tensor:
         if ranks > 1:
             x = _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, shard))
         if replicate:
             x = _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", replicate))
-        return x * factor
+        return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.how = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        factor = ctx.how[-1]
-        return _Gather.apply(grad * factor, *ctx.how), None, None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Gather.apply(grad, *ctx.how, True), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _wait(x: Tensor) -> Tensor:

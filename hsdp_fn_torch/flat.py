@@ -84,7 +84,7 @@ def pack(plan: FlatPlan, grads: Sequence[Tensor | None], out: Tensor) -> None:
     ranks = plan.flat.shard_size
     chunks = out.view(ranks, -1)
     given = [g for g in grads if g is not None]
-    if plan.rows_on_dim0 and len(given) == len(grads):
+    if plan.rows_on_dim0 and len(given) == len(grads) and all(plan.sizes):  # `_chunk_cat` takes no empty tensor
         torch._chunk_cat(given, 0, ranks, out=chunks)
         return
     out.zero_()

@@ -81,7 +81,11 @@ class Frame:
         self._place: dict[int, int] = {}  # position there
         self._frozen: list[int] = []  # units without trainable parameters that backward gathered again
         self._in_flight: list[int] = []  # units whose reduction this frame has launched
-        self._half = -1  # saved views left when half of the present unit's backward is done
+        self._soon = -1  # saved views left when a quarter of the present unit's backward is done
+        self._arrived: set[int] = set()  # units whose gradients are complete but whose turn hasn't come
+        self._turns = [i for i, u in enumerate(self.layout.units) if u.trainable]  # the last one reduces first
+        self._running = True
+        self.backend.pool.open()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -134,6 +138,14 @@ class Frame:
             self._binding.install(index, full)
         return full
 
+    def look(self, index: int) -> tuple[Tensor, ...]:
+        """`enter`, for parameters used by name: costs nothing where the unit has been entered and is still there."""
+        use = self.uses[index]
+        here = index in self._pass and isinstance(use.state.full, tuple)
+        if here and (use.attached is not None or not torch.is_grad_enabled()):
+            return self.current(index)
+        return self.enter(index)
+
     def current(self, index: int) -> tuple[Tensor, ...]:
         """What `enter` gave for a unit that is running."""
         return self.uses[index].attached or self._gathered(index)
@@ -167,14 +179,16 @@ class Frame:
             self._frozen.remove(other)
             self._reshard(other)
         use, plan = self.uses[index], self.layout.units[index]
+        self._gathered(index)
         if use.leaves is None:
             self._install_leaves(index)
-        # Half-way through this unit's backward the reduction of the one before has had time to run: its input is freed
+        # A quarter into this unit's backward the reduction of the one before has had time to run: its input is freed
         # before this unit's gradients are all there. Guarded by test_torch_memory.py.
-        self._half = use.packed // 2
+        self._soon = use.packed * 3 // 4
         if not plan.trainable and self._reshards(index) and index not in self._frozen:
             self._frozen.append(index)
         self._prefetch_backward(index)
+        self.backend.pool.trim()
 
     def remake(self, index: int, at: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """A saved view of the unit's parameters, gathered again if need be."""
@@ -182,9 +196,9 @@ class Frame:
         if not isinstance(use.state.full, tuple):
             self.before_backward(index)
         use.packed -= 1
-        if self._in_flight and use.packed == self._half:
+        if self._in_flight and use.packed == self._soon:
             self._advance()
-            self.backend.trim()
+            self.backend.pool.trim()
         return self._gathered(index)[at].as_strided(size, stride, offset)
 
     def receive(self, index: int, grads: Sequence[Tensor | None], *, counted: bool) -> None:
@@ -198,14 +212,15 @@ class Frame:
         use = self.uses[index]
         use.nodes -= counted
         if use.nodes <= 0:
-            self._reduce(index)
+            self._complete(index)
 
     # -- end ----------------------------------------------------------------------------------------------------
 
     def commit(self) -> HSDPState:
         """Finish what is left and build the new state. Every collective of the microbatch has been issued then; the
         last reductions may still be in flight."""
-        for index, (use, plan) in enumerate(zip(self.uses, self.layout.units, strict=True)):
+        for index in reversed(range(len(self.uses))):
+            use, plan = self.uses[index], self.layout.units[index]
             self._collect_leaves(index)
             held = use.state.grads_phase is GradPhase.HELD and not use.reduced
             unused = self.layout.reduction.unused == "zeros" and not use.reduced and bool(plan.trainable)
@@ -315,6 +330,15 @@ class Frame:
         if self._binding is not None:
             self._binding.uninstall(index)
 
+    def _complete(self, index: int) -> None:
+        """Reduce the unit: at once, or, where ranks may use different units, in the one order that all ranks share."""
+        if self.layout.reduction.unused != "zeros":
+            self._reduce(index)
+            return
+        self._arrived.add(index)
+        while self._turns and self._turns[-1] in self._arrived:
+            self._reduce(self._turns.pop())
+
     def _reduce(self, index: int) -> None:
         """Reshard the unit and launch the reduction of what it has received."""
         self._collect_leaves(index)
@@ -346,6 +370,9 @@ class Frame:
                 use.state = on_unit.reshard(on_unit.finish_gather(use.state, plan, self.backend))
 
     def _disconnect(self) -> None:
+        if self._running:
+            self._running = False
+            self.backend.pool.close()
         if self._binding is not None:
             self._binding.disconnect()
             self._binding = None

@@ -46,7 +46,7 @@ class Params:
         """The full parameter, in compute dtype, attached to autograd. Communicates like `run`."""
         for index, plan in enumerate(self._frame.layout.units):
             if name in plan.positions:
-                return self._frame.enter(index)[plan.positions[name]]
+                return self._frame.look(index)[plan.positions[name]]
         raise KeyError(f"no parameter {name!r} in this layout")
 
 

@@ -58,6 +58,16 @@ class _View:
         self.index, self.at, self.size, self.stride, self.offset = index, at, size, stride, offset
 
 
+class _Kept:
+    """A saved tensor that stays. Detached, since a node whose saved output is the output itself is never freed; with
+    its version, which autograd doesn't check behind hooks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+
 class _Packed:
     """A saved tensor that went through the hooks beneath ours."""
 
@@ -74,7 +84,7 @@ class SavedParams:
         bases: one full parameter a bucket; a bucket's parameters are views of one buffer.
     """
 
-    __slots__ = ("_frame", "_index", "_ranges")
+    __slots__ = ("_bases", "_frame", "_index", "_ranges")
 
     def __init__(self, frame: Frame, index: int, bases: Sequence[Tensor]) -> None:
         self._frame, self._index = frame, index
@@ -86,10 +96,12 @@ class SavedParams:
             if start and start not in ranges:
                 ranges[start] = (start, start + storage.nbytes(), at, t.dtype)
         self._ranges = list(ranges.values())
+        self._bases = [(t, t._version) for t in bases]
 
     def __enter__(self) -> None:
         beneath = _top(True)
         index, ranges, remake, use = self._index, self._ranges, self._frame.remake, self._frame.uses[self._index]
+        title = self._frame.layout.units[index].title
         low = min((r[0] for r in ranges), default=0)
         high = max((r[1] for r in ranges), default=0)
 
@@ -100,14 +112,29 @@ class SavedParams:
                     if start <= pointer < stop and tensor.dtype is dtype:
                         use.packed += 1
                         return _View(index, at, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-            return tensor if beneath is None else _Packed(beneath[0](tensor), beneath[1])
+            return _Kept(tensor) if beneath is None else _Packed(beneath[0](tensor), beneath[1])
 
         def unpack(saved: Any) -> Tensor:
             if type(saved) is _View:
                 return remake(saved.index, saved.at, saved.size, saved.stride, saved.offset)
-            return saved.unpack(saved.value) if type(saved) is _Packed else saved
+            if type(saved) is _Packed:
+                return saved.unpack(saved.value)
+            if saved.tensor._version != saved.version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(saved.tensor.shape)} saved in unit {title!r} is at version "
+                    f"{saved.tensor._version}; expected version {saved.version} instead"
+                )
+            tensor: Tensor = saved.tensor
+            return tensor
 
         _push(pack, unpack)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         _pop()
+        if kind is None and any(t._version != version for t, version in self._bases):
+            raise RuntimeError(
+                f"forward of unit {self._frame.layout.units[self._index].title!r} modified its gathered parameters in "
+                f"place; they are a copy that is dropped after forward, so the edit would be lost. Change the masters "
+                f"(apply_updates), or don't reshard this unit after forward."
+            )

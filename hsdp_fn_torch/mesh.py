@@ -16,12 +16,17 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
             ``replicate``.
 
     Raises:
-        MeshError: more than two axes.
+        MeshError: more than two axes; ranks that don't rise along an axis.
     """
     if mesh.ndim not in (1, 2):
         raise MeshError(
             f"expected a 1-D mesh (shard) or a 2-D mesh (replicate, shard), found {mesh.ndim} axes "
             f"{mesh.mesh_dim_names}; pass the data-parallel submesh"
+        )
+    if any(bool((mesh.mesh.diff(dim=axis) < 0).any()) for axis in range(mesh.ndim)):
+        raise MeshError(
+            f"the ranks of a mesh must be in rising order along each axis, as torch sorts the ranks of a group; found "
+            f"{mesh.mesh.tolist()}"
         )
     default = ("shard",) if mesh.ndim == 1 else ("replicate", "shard")
     names = tuple(mesh.mesh_dim_names or default)

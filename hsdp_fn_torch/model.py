@@ -77,7 +77,12 @@ def shard_module(
     """
     ignored = tuple(ignored)
     backend = TorchBackend(mesh, offload_policy=offload_policy)
-    layout = plan_module(model, mesh, units, offload_policy=offload_policy, ignored=ignored, **policies)
+    spec = mesh_spec(mesh)
+    try:
+        layout = plan_module(model, mesh, units, offload_policy=offload_policy, ignored=ignored, **policies)
+    except Exception as error:
+        backend.exchange(spec, f"error: {error}")  # the peers wait in `shard`; there they learn of it
+        raise
     with torch.no_grad():
         params = {name: p.detach() for name, p in model.named_parameters()}
     state = shard(params, layout, backend=backend)

@@ -16,16 +16,27 @@ _LARGE = 2**20
 
 
 class BufferPool:
-    """Flat buffers of one device."""
+    """Flat buffers of one device. Reuses them between `open` and `close`; at any other time it only allocates."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._limit = _LARGE if device.type == "cpu" else float("inf")
         self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._users = 0
+
+    def open(self) -> None:
+        """Begin to keep buffers. May be nested."""
+        self._users += 1
+
+    def close(self) -> None:
+        """Keep nothing any more: buffers still in use are freed by their last user."""
+        self._users -= 1
+        if not self._users:
+            self._kept.clear()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized 1-D tensor, possibly over memory that an earlier one has left."""
-        if numel * dtype.itemsize < self._limit:
+        if not self._users or numel * dtype.itemsize < self._limit:
             return torch.empty(numel, dtype=dtype, device=self._device)
         for kept in self._kept.get((numel, dtype), ()):
             if _idle(kept):
@@ -43,10 +54,6 @@ class BufferPool:
                 self._kept[key] = busy
             else:
                 del self._kept[key]
-
-    def clear(self) -> None:
-        """Keep nothing: buffers still in use are freed by their last user."""
-        self._kept.clear()
 
 
 def _idle(buffer: Tensor) -> bool:
