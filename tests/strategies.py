@@ -1,0 +1,262 @@
+"""Hypothesis strategies and plain-Python oracles of the core's tests: meshes, parameters, units, gradients.
+
+Everything is integer-valued and small, so that sums are exact in every dtype (float16 included) and a test can ask for
+equality. The oracles share no code with `hsdp_fn`: they index and sum numpy arrays over explicit lists of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import frexp, prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from hsdp_fn import (
+    Layout,
+    MeshSpec,
+    MixedPrecisionPolicy,
+    ParamSpec,
+    PrefetchPolicy,
+    ReductionPolicy,
+    Replicate,
+    Shard,
+    UnitSpec,
+    plan_layout,
+)
+from hsdp_fn.layout import Bucket, Member
+
+Array = npt.NDArray[Any]
+
+
+# ---------------------------------------------------------------------------------------------------------- oracles
+
+
+def chunks(rows: int, parts: int) -> list[list[int]]:
+    """Row numbers of each part as ``torch.chunk`` hands them out: equal pieces, the last ones short or empty."""
+    size = next(s for s in range(rows + 1) if s * parts >= rows)
+    return [list(range(rows))[part * size : (part + 1) * size] for part in range(parts)]
+
+
+def peers(mesh: MeshSpec, position: int, axes: tuple[str, ...]) -> list[int]:
+    """Positions in ``mesh.ranks`` that differ from ``position`` on ``axes`` only, the first axis slowest."""
+    grid = np.arange(mesh.size).reshape(mesh.shape)
+    here = [int(c) for c in np.argwhere(grid == position)[0]]
+    plane = grid[tuple(slice(None) if name in axes else here[i] for i, name in enumerate(mesh.names))]
+    kept = [name for name in mesh.names if name in axes]
+    return [int(p) for p in plane.transpose([kept.index(a) for a in axes]).reshape(-1)] if axes else [position]
+
+
+def shard_position(mesh: MeshSpec, position: int) -> int:
+    """Which piece of a sharded parameter the rank at ``position`` owns."""
+    return peers(mesh, position, mesh.shard).index(position)
+
+
+def is_power_of_two(x: float) -> bool:
+    return frexp(x)[0] == 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A layout with integer values to run on it.
+
+    Attributes:
+        layout: the plan.
+        seed: of parameters and gradients.
+    """
+
+    layout: Layout
+    seed: int
+
+    def __repr__(self) -> str:
+        """What a person needs to see why a case fails."""
+        lines = [f"Case(seed={self.seed}, {self.mesh}, {self.layout.reduction}"]
+        for unit in self.layout.units:
+            lines.append(f"    unit {unit.title}: {unit.mp_policy}, reshard_after_forward={unit.reshard_after_forward}")
+            for bucket in unit.buckets:
+                where = f"sharded over {bucket.mesh.shard}, replicated over {bucket.mesh.replicate}"
+                lines += [f"        {m.spec} dim {m.dim} {where}" for m in bucket.params.members]
+        return "\n".join(lines) + ")"
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.layout.mesh
+
+    @cached_property
+    def places(self) -> dict[str, tuple[Bucket, Member]]:
+        """Bucket and member of each parameter."""
+        return {m.spec.name: (b, m) for unit in self.layout.units for b in unit.buckets for m in b.params.members}
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        return tuple(name for name, (_, m) in self.places.items() if m.spec.requires_grad)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether every gradient is exact: all multipliers are powers of two."""
+        return all(is_power_of_two(self.scale(name)) for name in self.trainable)
+
+    def scale(self, name: str) -> float:
+        """What the sum over data-parallel ranks is multiplied by."""
+        r, mesh = self.layout.reduction, self.mesh
+        ranks = prod(n for n, axis in zip(mesh.shape, mesh.names, strict=True) if axis in mesh.shard + mesh.replicate)
+        divisor = r.divide_factor or (ranks if r.op == "avg" else 1)
+        return (r.scaling_factor or 1.0) / divisor
+
+    def values(self, version: int = 0) -> dict[str, Array]:
+        """Full parameters as one rank sees them."""
+        rng = np.random.default_rng((self.seed, 1, version))
+        specs = {name: m.spec for name, (_, m) in self.places.items()}
+        return {n: rng.integers(-99, 100, s.shape).astype(s.dtype) for n, s in specs.items()}
+
+    def params(self, version: int = 0) -> dict[str, Array]:
+        """Full parameters stacked over ranks, as `shard` takes them."""
+        return {name: np.repeat(v[None], self.mesh.size, 0) for name, v in self.values(version).items()}
+
+    def rows(self, values: Mapping[str, Array], padding: float = 0.0) -> dict[str, Array]:
+        """Every rank's rows, stacked, as `masters` gives them and `apply_updates` takes them."""
+        return {name: self.local(name, np.repeat(v[None], self.mesh.size, 0), padding) for name, v in values.items()}
+
+    def local(self, name: str, full: Array, padding: float = 0.0) -> Array:
+        """Rows that each rank owns of its own ``full[rank]``, filled up with ``padding`` to the stored shape."""
+        bucket, member = self.places[name]
+        parts = prod(n for n, axis in zip(self.mesh.shape, self.mesh.names, strict=True) if axis in bucket.mesh.shard)
+        owned = chunks(member.spec.shape[member.dim], parts)
+        shape = list(member.spec.shape)
+        shape[member.dim] = len(owned[0])
+        out = np.full((self.mesh.size, *shape), padding, full.dtype)
+        for position in range(self.mesh.size):
+            mine = owned[shard_position(bucket.mesh, position)]
+            at = (position, *(slice(None),) * member.dim, slice(0, len(mine)))
+            out[at] = np.take(full[position], mine, axis=member.dim)
+        return out
+
+    def grads(self, micro: int, unused: Iterable[str] = ()) -> dict[str, Array | None]:
+        """One microbatch: whole gradients of each rank, ``[ranks, *shape]`` in compute dtype; None where unused."""
+        rng = np.random.default_rng((self.seed, 2, micro))
+        out: dict[str, Array | None] = {}
+        for name in self.trainable:
+            bucket, member = self.places[name]
+            value = rng.integers(-8, 9, (self.mesh.size, *member.spec.shape)).astype(bucket.compute_dtype)
+            out[name] = None if name in unused else value
+        return out
+
+    def mean(self, name: str, total: Array) -> Array:
+        """This rank's rows of the gradient, in master dtype, from the per-rank sums over microbatches."""
+        axes = self.mesh.shard + self.mesh.replicate
+        whole = total.astype("float64")
+        summed = np.stack([whole[peers(self.mesh, p, axes)].sum(0) for p in range(self.mesh.size)])
+        return self.local(name, summed * self.scale(name)).astype(self.places[name][1].spec.dtype)
+
+    def assert_gradient(self, name: str, found: Array, total: Array) -> None:
+        """``found`` is the gradient of ``total``: exactly, or to rounding where a multiplier is no power of two."""
+        expected = self.mean(name, total)
+        assert found.dtype == expected.dtype, name
+        if self.exact:
+            np.testing.assert_array_equal(found, expected, err_msg=name)
+        else:
+            bucket = self.places[name][0]
+            eps = max(float(np.finfo(d).eps) for d in (bucket.reduce_dtype, bucket.dtype))
+            np.testing.assert_allclose(found, expected, rtol=4 * eps, atol=0, err_msg=name)
+
+
+def assert_same(found: Mapping[str, Array | None], expected: Mapping[str, Array | None]) -> None:
+    """Same names, same dtypes, same bits (None matches None only)."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        other = found[name]
+        assert (other is None) == (array is None), name
+        if array is not None and other is not None:
+            assert other.dtype == array.dtype, name
+            np.testing.assert_array_equal(other, array, err_msg=name)
+
+
+# -------------------------------------------------------------------------------------------------------- strategies
+
+
+@st.composite
+def meshes(draw: st.DrawFn, max_world: int = 8) -> MeshSpec:
+    """FSDP, HSDP, replicated, and meshes of up to three axes in any order and role; global ranks in any order."""
+    sizes = draw(st.lists(st.integers(1, max_world), min_size=1, max_size=3).filter(lambda s: prod(s) <= max_world))
+    names = draw(st.permutations(["x", "y", "z"]))[: len(sizes)]
+    roles = draw(st.lists(st.sampled_from(["shard", "replicate", "other"]), min_size=len(sizes), max_size=len(sizes)))
+    if all(role == "other" for role in roles):
+        roles[0] = "shard"
+    split = draw(st.permutations([n for n, role in zip(names, roles, strict=True) if role == "shard"]))
+    repeat = draw(st.permutations([n for n, role in zip(names, roles, strict=True) if role == "replicate"]))
+    first = draw(st.integers(0, 3))
+    ranks = draw(st.one_of(st.just(()), st.permutations(range(first, first + prod(sizes)))))
+    return MeshSpec(tuple(sizes), tuple(names), tuple(split), tuple(repeat), tuple(ranks))
+
+
+_SHAPES = st.one_of(
+    st.tuples(st.integers(0, 9)),
+    st.tuples(st.integers(0, 6), st.integers(0, 4)),
+    st.tuples(st.integers(1, 3), st.integers(0, 5), st.integers(1, 2)),
+)
+_DTYPES = st.sampled_from(["float32", "float32", "float32", "float64", "float16", "int64"])
+
+
+@st.composite
+def specs(draw: st.DrawFn, name: str) -> ParamSpec:
+    """A parameter: 1-D to 3-D, possibly empty, of a few dtypes; frozen sometimes (int64 always); tied sometimes."""
+    dtype = draw(_DTYPES)
+    frozen = dtype == "int64" or draw(st.integers(0, 4)) == 0
+    aliases = (f"{name}_tied",) if draw(st.integers(0, 5)) == 0 else ()
+    return ParamSpec(name, draw(_SHAPES), dtype, not frozen, aliases)
+
+
+reductions = st.builds(
+    ReductionPolicy,
+    op=st.sampled_from(["avg", "sum"]),
+    divide_factor=st.sampled_from([None, None, 1.0, 0.5, 2.0, 4.0, 3.0]),
+    scaling_factor=st.sampled_from([None, None, 2.0, 0.25]),
+    unused=st.sampled_from(["none", "zeros"]),
+)
+precisions = st.builds(
+    MixedPrecisionPolicy,
+    param_dtype=st.sampled_from([None, None, "float16", "float32"]),
+    reduce_dtype=st.sampled_from([None, None, "float16", "float32", "float64"]),
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_world: int = 8) -> Layout:
+    """A planned model: a root, up to three units whose names are prefixes of each other, some parameters ignored or
+    replicated, some split on other dims."""
+    names = draw(st.lists(st.sampled_from(["layers.1", "layers.10", "layers.1.sub"]), max_size=3, unique=True))
+    owners = [*names, "embed"] if not names or draw(st.booleans()) else names
+    params = [draw(specs(f"{o}.p{i}")) for o in owners for i in range(draw(st.integers(1, 3)))]
+    placements: dict[str, Shard | Replicate | None] = {}
+    for spec in params:
+        dims = [Shard(d) for d in range(-len(spec.shape), len(spec.shape))]
+        placements[spec.name] = draw(st.sampled_from([None, None, Replicate(), *dims]))
+    left_out = [ParamSpec("skipped", (3, 2), "float32")] if draw(st.booleans()) else []
+    own = st.sampled_from([None, None, MixedPrecisionPolicy(reduce_dtype="float32")])
+    reshard = st.sampled_from([None, True, False])
+    return plan_layout(
+        draw(st.permutations([*params, *left_out])),
+        draw(meshes(max_world)),
+        [UnitSpec(n, reshard_after_forward=draw(reshard), mp_policy=draw(own)) for n in names],
+        mp_policy=draw(precisions),
+        reduction=draw(reductions),
+        prefetch=PrefetchPolicy(backward=draw(st.integers(0, 2))),
+        placement_fn=lambda spec: placements[spec.name],
+        ignored=[spec.name for spec in left_out],
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_world: int = 8, *, exact: bool = False) -> Case:
+    """Layouts with values; ``exact`` leaves out those whose gradients round."""
+    case = Case(draw(layouts(max_world)), draw(st.integers(0, 2**16)))
+    assume(case.exact or not exact)
+    return case
