@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from hsdp_fn import HSDPState, MeshSpec, Pending
@@ -23,7 +24,7 @@ class Probe(ReferenceBackend):
         mesh: as for `ReferenceBackend`.
         fault: ``("launch", k)`` or ``("wait", k)``: the k-th such call raises before it does anything.
         lasting: a collective whose wait failed fails every later wait too, and its output stays poisoned.
-        in_place: all-reduce writes into its input, as the `Backend` protocol allows.
+        in_place: all-reduce writes into its input, and store into a shard it is donated, as `Backend` allows.
 
     Attributes:
         issued: ``(op, bytes of the larger buffer, group size)`` of each collective, one rank's view.
@@ -63,6 +64,12 @@ class Probe(ReferenceBackend):
         if self.in_place:
             output, flight = buffer, Flight(buffer, flight.value)
         return self._record("all_reduce", output, flight, buffer.nbytes, mesh.replicate)
+
+    def store(self, shard: Array, dtype: str, factor: float, *, donate: bool) -> Array:
+        out = super().store(shard, dtype, factor, donate=donate)
+        if donate and self.in_place and out is not shard:
+            shard[...] = np.nan  # whoever reads a donated shard sees it
+        return out
 
     def wait(self, handle: Flight | None) -> None:
         if handle is None:

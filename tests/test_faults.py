@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import hsdp_fn as h
@@ -114,14 +114,20 @@ def ending(run: Run) -> list[dict[str, Any]]:
     return run.taken
 
 
-programs = st.lists(calls, min_size=1, max_size=6)
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Case, list[Call]]:
+    """A model and calls on it that communicate."""
+    case, program = draw(cases(4)), draw(st.lists(calls, min_size=5, max_size=7))
+    assume(len(list(faults(case, program))) >= 4)
+    return case, program
 
 
-@given(cases(4), programs, st.booleans(), st.booleans())
+@given(programs(), st.booleans(), st.booleans())
 @settings(no_explaining, max_examples=80)
 def test_after_a_fault_anywhere_a_reset_and_a_full_step_are_a_clean_step(
-    case: Case, program: list[Call], lasting: bool, in_place: bool
+    scenario: tuple[Case, list[Call]], lasting: bool, in_place: bool
 ) -> None:
+    case, program = scenario
     expected = full_step(start(case).state, case)
     for fault in faults(case, program):
         run, _ = until_the_fault(case, program, fault, lasting=lasting, in_place=in_place)
@@ -135,11 +141,12 @@ def test_after_a_fault_anywhere_a_reset_and_a_full_step_are_a_clean_step(
             assert_same(found, wanted)
 
 
-@given(cases(4), programs, st.booleans())
+@given(programs(), st.booleans())
 @settings(no_explaining, max_examples=80)
 def test_after_a_fault_anywhere_trying_again_ends_as_if_nothing_had_happened(
-    case: Case, program: list[Call], in_place: bool
+    scenario: tuple[Case, list[Call]], in_place: bool
 ) -> None:
+    case, program = scenario
     clean = start(case)
     for call in program:
         clean.do(call)

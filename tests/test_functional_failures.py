@@ -342,3 +342,38 @@ def test_a_gradient_of_a_gradient_is_right_or_refused(rank, world):
             equal(rows, local_rows(state, dict(zip(names, expected, strict=True))), fn.__name__)
         assert_untouched(state, before, fn.__name__)
         assert_same_parts(model, parts, fn.__name__)
+
+
+class EditsItsActivation(Block):
+    """Edits in place what relu has saved for its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(x))
+        out = self.down(hidden)
+        hidden.mul_(2.0)
+        return out
+
+
+class EditsItsWeight(Block):
+    """Rescales its weight in place while it runs, as clipping layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (EditsItsActivation, r"modified by an inplace operation: a tensor of shape .* saved in unit 'layers.2'"),
+        (EditsItsWeight, r"forward of unit 'layers.0' modified its gathered parameters in place"),
+    ],
+)
+@on_ranks(2)
+def test_an_in_place_edit_that_would_give_wrong_gradients_is_refused(rank, world, block, message):
+    model = integers_(Chain(block))
+    state = ht.shard_module(model, fsdp_mesh(world), LAYERS, prefetch=PrefetchPolicy(0, 0))
+    with pytest.raises(RuntimeError, match=message):
+        step_of(model)(state, *batch(rank))
+    ht.evaluate(lambda p: p["first.weight"].sum())(state)  # the state is as good as before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import hsdp_fn as h
 from hsdp_fn import HSDPState, MeshSpec, MixedPrecisionPolicy, ParamSpec, ReductionPolicy, Sync
 from hsdp_fn.dtypes import ITEMSIZE
+from hsdp_fn.unit import advance_reduce, start_reduce
 from tests.probe import Probe
 from tests.strategies import Case, assert_same, cases
 
@@ -106,6 +108,25 @@ def test_none_none_full_and_shard_shard_full_and_three_times_full_are_full_of_th
     for mode in (NONE, SHARD, FULL):
         assert_same(run(case, (a, mode), (b, mode), (c, FULL)), expected)
         assert_same(run(case, (a, mode), (b, mode), (c, mode), (None, FULL)), expected)
+
+
+@given(cases(), st.lists(st.sampled_from(Sync), max_size=2))
+def test_a_donated_unit_ends_with_the_same_gradient_where_the_backend_overwrites_what_it_may(
+    case: Case, earlier: list[Sync]
+) -> None:
+    micros = [(case.grads(i), sync) for i, sync in enumerate([*earlier, FULL])]
+    backend = Probe(case.mesh, in_place=True)
+    state = h.shard(case.params(), case.layout, backend=backend)
+    for grads, sync in micros:
+        units = []
+        for unit, plan in zip(state.units, case.layout.units, strict=True):
+            given_ = [grads.get(p.name) for p in plan.params]
+            unit = start_reduce(unit, plan, backend, given_, sync, case.layout.reduction, [])
+            while unit.reducing is not None:
+                unit = advance_reduce(unit, plan, backend, case.layout.reduction, [], donate=True)
+            units.append(unit)
+        state = replace(state, units=tuple(units))
+    assert_same(h.grads(state)[1], run(case, *micros))
 
 
 @pytest.mark.parametrize("mesh", [MeshSpec.fsdp(4), MeshSpec.hsdp(2, 2), MeshSpec.replicated(4)])
@@ -218,7 +239,9 @@ def test_a_unit_issues_collectives_for_buckets_with_a_gradient_only_unless_zeros
         names = {p.name for p in unit.trainable}
         used = names if case.layout.reduction.unused == "zeros" else names - skipped
         taking = [b for b in unit.buckets if any(m.spec.name in used for m in b.params.members)]
-        expected += [c for b in taking if (c := b.reduce_scatter)] + [c for b in taking if (c := b.all_reduce)]
+        # Buckets without a shard group are all-reduced at once, the others after their reduce-scatter.
+        expected += [c for b in taking if (c := b.reduce_scatter or b.all_reduce)]
+        expected += [c for b in taking if b.reduce_scatter and (c := b.all_reduce)]
     assert list(ledger) == expected
 
 
