@@ -88,12 +88,14 @@ class UnitSpec:
         reshard_after_forward: free the full parameters after forward and gather them again in backward; None takes
             the layout's default.
         mp_policy: mixed precision of this unit; None takes the layout's.
+        reduction: how its gradients are reduced; None takes the layout's.
     """
 
     name: str
     modules: tuple[str, ...] = ()
     reshard_after_forward: bool | None = None
     mp_policy: MixedPrecisionPolicy | None = None
+    reduction: ReductionPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ class UnitLayout:
     buckets: tuple[Bucket, ...]
     reshard_after_forward: bool
     mp_policy: MixedPrecisionPolicy
+    reduction: ReductionPolicy
 
     @cached_property
     def trainable(self) -> tuple[ParamSpec, ...]:
@@ -254,7 +257,7 @@ class Layout:
     Attributes:
         units: the units.
         mesh: the default mesh.
-        reduction, prefetch, offload: policies.
+        reduction: of units that have none of their own; prefetch, offload: policies.
         ignored: names of parameters left out of sharding and of gradients altogether.
     """
 
@@ -303,6 +306,8 @@ class Layout:
     def _facts(self) -> Iterator[str]:
         yield repr((self.mesh, self.reduction, self.prefetch, self.offload, self.ignored))
         for unit in self.units:
-            yield repr((unit.name, unit.modules, unit.reshard_after_forward, unit.mp_policy, unit.params))
+            yield repr(
+                (unit.name, unit.modules, unit.reshard_after_forward, unit.mp_policy, unit.reduction, unit.params)
+            )
             for b in unit.buckets:
                 yield repr((b.mesh, b.dtype, b.compute_dtype, b.reduce_dtype, b.params.members))

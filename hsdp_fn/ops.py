@@ -116,11 +116,10 @@ def wait(state: HSDPState, units: Units = None) -> HSDPState:
     Raises:
         UnknownUnitError, StaleStateError: before any collective.
     """
-    reduction = state.layout.reduction
 
     def finish(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
         u = on_unit.finish_gather(u, plan, state.backend)
-        return on_unit.finish_reduce(u, plan, state.backend, reduction, log)
+        return on_unit.finish_reduce(u, plan, state.backend, log)
 
     return _each(state, units, Op.WAIT, finish)
 
@@ -175,12 +174,11 @@ def reduce_grads(
         raise TypeError(f"reduce_grads: sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
     selected = state.layout.select(units)
     rows = None if grads is None else _check_grads(state, selected, grads)
-    reduction = state.layout.reduction
 
     def reduce(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
         given = None if rows is None else rows[plan.name]
-        u = on_unit.start_reduce(u, plan, state.backend, given, sync, reduction, log)
-        return u if async_op else on_unit.finish_reduce(u, plan, state.backend, reduction, log)
+        u = on_unit.start_reduce(u, plan, state.backend, given, sync, log)
+        return u if async_op else on_unit.finish_reduce(u, plan, state.backend, log)
 
     micro = state.micro + (1 if grads is not None and units is None else 0)
     return _each(state, units, Op.REDUCE, reduce, micro=micro)
@@ -198,7 +196,7 @@ def grads(state: HSDPState) -> tuple[HSDPState, dict[str, Tensor | None]]:
     Raises:
         PhaseError: a unit holds microbatches that aren't fully reduced.
     """
-    reduction, backend = state.layout.reduction, state.backend
+    backend = state.backend
     out: dict[str, Tensor | None] = {}
     state.token.require("grads")
     for u in state.units:  # a SHARD reduction in flight will end in HELD: refuse it before anything is awaited
@@ -206,7 +204,7 @@ def grads(state: HSDPState) -> tuple[HSDPState, dict[str, Tensor | None]]:
             check(u.name, u.params_phase, GradPhase.HELD, Op.GRADS)
 
     def take(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
-        u = on_unit.finish_reduce(u, plan, backend, reduction, log)
+        u = on_unit.finish_reduce(u, plan, backend, log)
         out.update((p.name, None) for p in plan.trainable)
         if u.grad is not None:
             for bucket, flat in zip(plan.buckets, u.grad.flats, strict=True):
@@ -270,12 +268,12 @@ def reset_iter(state: HSDPState, *, keep: Keep = Keep.NOTHING) -> HSDPState:
     """
     if not isinstance(keep, Keep):
         raise TypeError(f"reset_iter: keep must be a Keep (NOTHING or ACCUMULATED), found {keep!r}")
-    reduction, backend = state.layout.reduction, state.backend
+    backend = state.backend
     kept = keep is Keep.ACCUMULATED
 
     def reset(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
         if kept:
-            u = on_unit.finish_reduce(u, plan, backend, reduction, log)
+            u = on_unit.finish_reduce(u, plan, backend, log)
             on_unit.drop_flight(u, backend)
             return UnitState(u.name, u.master, None, u.acc_full, u.acc_partial, None, u.grad)
         on_unit.drop_flight(u, backend)

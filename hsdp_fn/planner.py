@@ -59,7 +59,7 @@ def plan_layout(
     wanted = [UnitSpec(u) if isinstance(u, str) else u for u in units]
     _check_names(specs, wanted)
     left_out = _check_ignored(specs, ignored)
-    default_mp = mp_policy or MixedPrecisionPolicy()
+    default_mp, default_reduction = mp_policy or MixedPrecisionPolicy(), reduction or ReductionPolicy()
     owned: dict[str, list[ParamSpec]] = {ROOT: [], **{u.name: [] for u in wanted}}
     for spec in specs:
         if spec.name in left_out:
@@ -82,12 +82,22 @@ def plan_layout(
             raise LayoutError(f"unit {unit.name!r}: reshard_after_forward must be a bool, found {reshard!r}")
         mp = unit.mp_policy or default_mp
         buckets = _plan_buckets(unit.name, members, mesh, mp, placement_fn)
-        plans.append(UnitLayout(unit.name, unit.modules or (unit.name,), tuple(members), buckets, reshard, mp))
+        plans.append(
+            UnitLayout(
+                unit.name,
+                unit.modules or (unit.name,),
+                tuple(members),
+                buckets,
+                reshard,
+                mp,
+                unit.reduction or default_reduction,
+            )
+        )
     plans.sort(key=lambda plan: plan.name != ROOT)
     return Layout(
         tuple(plans),
         mesh,
-        reduction or ReductionPolicy(),
+        default_reduction,
         prefetch or PrefetchPolicy(),
         offload_policy or OffloadPolicy(),
         tuple(sorted(left_out)),
@@ -118,6 +128,8 @@ def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
             raise LayoutError(f"unit {unit.name!r}: modules must be a tuple of prefixes, found {unit.modules!r}")
         if unit.mp_policy is not None and not isinstance(unit.mp_policy, MixedPrecisionPolicy):
             raise LayoutError(f"unit {unit.name!r}: mp_policy must be a MixedPrecisionPolicy, found {unit.mp_policy!r}")
+        if unit.reduction is not None and not isinstance(unit.reduction, ReductionPolicy):
+            raise LayoutError(f"unit {unit.name!r}: reduction must be a ReductionPolicy, found {unit.reduction!r}")
     seen: set[str] = set()
     for spec in specs:
         for name in (spec.name, *spec.aliases):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from .backend import Backend, Handle, Tensor
 from .layout import Bucket, Collective, UnitLayout
 from .lifecycle import Op, check
-from .policy import ReductionPolicy, Sync
+from .policy import Sync
 from .state import GradShards, Pending, UnitState
 
 Log = list[Collective]
@@ -74,7 +74,6 @@ def start_reduce(
     backend: Backend,
     grads: Sequence[Tensor | None] | None,
     sync: Sync,
-    reduction: ReductionPolicy,
     log: Log,
 ) -> UnitState:
     """Take in one microbatch's whole gradients.
@@ -93,7 +92,7 @@ def start_reduce(
     check(unit.name, unit.params_phase, unit.grads_phase, Op.REDUCE)
     if grads is None:
         grads = (None,) * len(plan.params)
-    if reduction.unused == "zeros" and sync is not Sync.NONE:
+    if plan.reduction.unused == "zeros" and sync is not Sync.NONE:
         wanted = tuple(p.requires_grad for p in plan.params)
     else:
         wanted = (False,) * len(plan.params)
@@ -115,7 +114,7 @@ def start_reduce(
             output = source = handle = None
             done = False
             if bucket.grads is not None and any(present[m.index] for m in bucket.grads.members):
-                before, _ = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
+                before, _ = plan.reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
                 tensors = [held[m.index] for m in bucket.grads.members]
                 output = source = backend.pack(bucket.mesh, bucket.grads, tensors, bucket.reduce_dtype, before)
                 if bucket.reduce_scatter is not None:
@@ -143,7 +142,6 @@ def advance_reduce(
     unit: UnitState,
     plan: UnitLayout,
     backend: Backend,
-    reduction: ReductionPolicy,
     log: Log,
     *,
     donate: bool = False,
@@ -190,18 +188,16 @@ def advance_reduce(
             handles.append(handle)
     if all(handle is None for handle in handles):
         mine = tuple(donate and a is b for a, b in zip(outputs, pending.outputs, strict=True))
-        return _finished(unit, plan, backend, reduction, outputs, present, mine)
+        return _finished(unit, plan, backend, outputs, present, mine)
     everything = (True,) * len(outputs)
     pending = Pending("reduce", unit.name, tuple(outputs), (), tuple(handles), Sync.FULL, present, everything)
     return UnitState(unit.name, unit.master, unit.full, None, None, pending, unit.grad)
 
 
-def finish_reduce(
-    unit: UnitState, plan: UnitLayout, backend: Backend, reduction: ReductionPolicy, log: Log
-) -> UnitState:
+def finish_reduce(unit: UnitState, plan: UnitLayout, backend: Backend, log: Log) -> UnitState:
     """`advance_reduce` until nothing is in flight."""
     while unit.reducing is not None:
-        unit = advance_reduce(unit, plan, backend, reduction, log)
+        unit = advance_reduce(unit, plan, backend, log)
     return unit
 
 
@@ -247,7 +243,6 @@ def _finished(
     unit: UnitState,
     plan: UnitLayout,
     backend: Backend,
-    reduction: ReductionPolicy,
     sums: Sequence[Tensor | None],
     present: tuple[bool, ...],
     mine: Sequence[bool],
@@ -260,7 +255,7 @@ def _finished(
         if total is None:
             flats.append(before)
             continue
-        _, after = reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
+        _, after = plan.reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
         total = backend.store(total, bucket.dtype, after, donate=mine[i])
         flats.append(total if before is None else backend.add(before, total, bucket.dtype))
     if old is not None:

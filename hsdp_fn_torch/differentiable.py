@@ -34,12 +34,12 @@ def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict
     Returns:
         Full parameters in compute dtype by name, aliases included.
     """
-    backend, reduction = state.backend, state.layout.reduction
+    backend = state.backend
     assert isinstance(backend, TorchBackend)
     out: dict[str, Tensor] = {}
     for plan in state.layout.units:
         for bucket in plan.buckets:
-            before, after = reduction.factors(bucket.mesh.data_parallel_size, "float32")
+            before, after = plan.reduction.factors(bucket.mesh.data_parallel_size, "float32")
             shard = backend.group(bucket.mesh.shard).group_name if bucket.mesh.shard_size > 1 else ""
             replicate = backend.group(bucket.mesh.replicate).group_name if bucket.mesh.replicate_size > 1 else ""
             how = (bucket.mesh.shard_size, shard, replicate, False)

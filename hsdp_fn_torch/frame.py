@@ -83,7 +83,9 @@ class Frame:
         self._in_flight: list[int] = []  # units whose reduction this frame has launched
         self._soon = -1  # saved views left when a quarter of the present unit's backward is done
         self._arrived: set[int] = set()  # units whose gradients are complete but whose turn hasn't come
-        self._turns = [i for i, u in enumerate(self.layout.units) if u.trainable]  # the last one reduces first
+        self._turns = [
+            i for i, u in enumerate(self.layout.units) if u.trainable and u.reduction.unused == "zeros"
+        ]  # the last one reduces first
         self._running = True
         self.backend.pool.open()
 
@@ -223,7 +225,7 @@ class Frame:
             use, plan = self.uses[index], self.layout.units[index]
             self._collect_leaves(index)
             held = use.state.grads_phase is GradPhase.HELD and not use.reduced
-            unused = self.layout.reduction.unused == "zeros" and not use.reduced and bool(plan.trainable)
+            unused = plan.reduction.unused == "zeros" and not use.reduced and bool(plan.trainable)
             if use.partial is not None or (self.sync is not Sync.NONE and (unused or held)):
                 self._reduce(index)
         self._advance()
@@ -332,7 +334,7 @@ class Frame:
 
     def _complete(self, index: int) -> None:
         """Reduce the unit: at once, or, where ranks may use different units, in the one order that all ranks share."""
-        if self.layout.reduction.unused != "zeros":
+        if self.layout.units[index].reduction.unused != "zeros":
             self._reduce(index)
             return
         self._arrived.add(index)
@@ -344,10 +346,10 @@ class Frame:
         self._collect_leaves(index)
         self._reshard(index)
         self._advance()
-        use, plan, reduction = self.uses[index], self.layout.units[index], self.layout.reduction
+        use, plan = self.uses[index], self.layout.units[index]
         grads, use.partial = use.partial, None
-        unit = on_unit.finish_reduce(use.state, plan, self.backend, reduction, self.log)
-        use.state = on_unit.start_reduce(unit, plan, self.backend, grads, self.sync, reduction, self.log)
+        unit = on_unit.finish_reduce(use.state, plan, self.backend, self.log)
+        use.state = on_unit.start_reduce(unit, plan, self.backend, grads, self.sync, self.log)
         use.reduced = True
         if use.state.reducing is not None:
             self._in_flight.append(index)
@@ -356,9 +358,7 @@ class Frame:
         """Take the frame's reductions in flight one step further; their inputs are freed before the next one packs."""
         for index in self._in_flight:
             use, plan = self.uses[index], self.layout.units[index]
-            use.state = on_unit.advance_reduce(
-                use.state, plan, self.backend, self.layout.reduction, self.log, donate=True
-            )
+            use.state = on_unit.advance_reduce(use.state, plan, self.backend, self.log, donate=True)
         self._in_flight = [i for i in self._in_flight if self.uses[i].state.reducing is not None]
 
     def _end(self, *, keep: bool) -> None:

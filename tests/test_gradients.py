@@ -121,9 +121,9 @@ def test_a_donated_unit_ends_with_the_same_gradient_where_the_backend_overwrites
         units = []
         for unit, plan in zip(state.units, case.layout.units, strict=True):
             given_ = [grads.get(p.name) for p in plan.params]
-            unit = start_reduce(unit, plan, backend, given_, sync, case.layout.reduction, [])
+            unit = start_reduce(unit, plan, backend, given_, sync, [])
             while unit.reducing is not None:
-                unit = advance_reduce(unit, plan, backend, case.layout.reduction, [], donate=True)
+                unit = advance_reduce(unit, plan, backend, [], donate=True)
             units.append(unit)
         state = replace(state, units=tuple(units))
     assert_same(h.grads(state)[1], run(case, *micros))
