@@ -32,29 +32,61 @@ def binding_of(model: nn.Module, layout: Layout) -> Binding:
     return found
 
 
-class Binding:
+#: Where a parameter stands: the parameter table of a module, the local name, the parameter's index in its unit.
+Slot = tuple[dict[str, Any], str, int]
+
+
+class Tables:
+    """Where modules keep the parameters of each unit.
+
+    Args:
+        slots: for each unit its slots, one for every name of every parameter.
+    """
+
+    def __init__(self, slots: Sequence[Sequence[Slot]]) -> None:
+        self._slots = slots
+        self._own: list[list[Any]] = []  # what stands there outside a frame
+
+    def remember(self) -> None:
+        """Note what stands there now, for `uninstall` to put back."""
+        self._own = [[table[name] for table, name, _ in slots] for slots in self._slots]
+
+    def install(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Put a unit's full parameters where its modules look for them."""
+        for table, name, at in self._slots[index]:
+            table[name] = tensors[at]
+
+    def uninstall(self, index: int) -> None:
+        """Put back what stood there."""
+        for (table, name, _), own in zip(self._slots[index], self._own[index], strict=True):
+            table[name] = own
+
+    def disconnect(self) -> None:
+        """Put back everything: the frame has ended."""
+        for index in range(len(self._slots)):
+            self.uninstall(index)
+
+
+class Binding(Tables):
     """One model's parameter tables and unit modules, looked up once."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.layout = layout
-        # Per unit: (parameter table of the owning module, local name, index in the unit).
-        self._slots: list[list[tuple[dict[str, Any], str, int]]] = []
-        self._own: list[list[Any]] = []  # what stands there outside the frame
+        slots: list[list[Slot]] = []
         self._modules: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._frame: Frame | None = None
         tables = {name: (module._parameters, local) for name, module, local in _parameter_places(model)}
         for index, plan in enumerate(layout.units):
-            slots = []
-            for name, at in plan.positions.items():
+            for name in plan.positions:
                 if name not in tables:
                     raise LayoutError(f"the layout has parameter {name!r}, but {type(model).__name__} doesn't")
-                slots.append((*tables[name], at))
-            self._slots.append(slots)
+            slots.append([(*tables[name], at) for name, at in plan.positions.items()])
             for name in plan.modules if plan.name != ROOT else ():
                 module = _submodule(model, name)
                 if any(module is other for other, _ in self._modules):
                     continue  # one module under two names
                 self._modules.append((module, self._call(module, index, final=name == plan.modules[-1])))
+        super().__init__(slots)
 
     def connect(self, frame: Frame) -> None:
         """Send calls of unit modules through the frame."""
@@ -63,7 +95,7 @@ class Binding:
         if self._frame is not None:
             raise RuntimeError("the model is running in another value_and_grad call already")
         self._frame = frame
-        self._own = [[table[name] for table, name, _ in slots] for slots in self._slots]
+        self.remember()
         # `Module.__call__` prefers this slot, which `Module.compile` fills, to `_call_impl`: it is the one place in
         # front of the module's own hooks. Guarded by test_functional.py.
         for module, call in self._modules:
@@ -79,18 +111,7 @@ class Binding:
                 del module.__dict__["_compiled_call_impl"]
             else:
                 module.__dict__["_compiled_call_impl"] = inner
-        for index in range(len(self._slots)):
-            self.uninstall(index)
-
-    def install(self, index: int, tensors: Sequence[Tensor]) -> None:
-        """Put a unit's full parameters where its modules look for them."""
-        for table, name, at in self._slots[index]:
-            table[name] = tensors[at]
-
-    def uninstall(self, index: int) -> None:
-        """Put back what stood there."""
-        for (table, name, _), own in zip(self._slots[index], self._own[index], strict=True):
-            table[name] = own
+        super().disconnect()
 
     def _call(self, module: nn.Module, index: int, final: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

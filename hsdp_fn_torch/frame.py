@@ -24,7 +24,7 @@ from hsdp_fn import unit as on_unit
 from hsdp_fn.state import Token
 
 from .backend import TorchBackend
-from .binding import Binding
+from .binding import Binding, Tables
 from .casting import cast_floating, tensors_in
 from .gather import SavedParams, attach
 
@@ -63,17 +63,30 @@ class Frame:
 
     Args:
         state: where it starts; stays usable until `commit`.
-        sync: how far the gradients are reduced.
+        sync: how far the gradients are reduced; one for all units, or one each.
+        tables: where the modules keep the units' parameters, if not known through `bind`.
+        on_backward: called once, when backward begins.
     """
 
-    def __init__(self, state: HSDPState, sync: Sync) -> None:
+    def __init__(
+        self,
+        state: HSDPState,
+        sync: Sync | Sequence[Sync],
+        *,
+        tables: Tables | None = None,
+        on_backward: Callable[[], None] | None = None,
+    ) -> None:
         assert isinstance(state.backend, TorchBackend), f"a state of {state.backend.name} can't run torch modules"
-        self.start, self.layout, self.backend, self.sync = state, state.layout, state.backend, sync
+        self.start, self.layout, self.backend = state, state.layout, state.backend
+        self.syncs = (sync,) * len(state.units) if isinstance(sync, Sync) else tuple(sync)
         self.uses = [_Use(u, kept=isinstance(u.full, tuple)) for u in state.units]
         self.log: list[Collective] = []
         self.in_backward = False
         self.anchor = torch.zeros((), requires_grad=True)
-        self._binding: Binding | None = None
+        self._on_backward = on_backward
+        self._binding = tables
+        if tables is not None:
+            tables.remember()
         self._pass: set[int] = set()  # units that have begun in this pass through the model
         self._last = -1  # the one that began last
         self._finished: list[int] = []  # units in the order in which they finished forward
@@ -170,13 +183,22 @@ class Frame:
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate; units are gathered again and their gradients reduced on the way."""
+        self.begin_backward()
+        torch.autograd.backward(loss)
+
+    def begin_backward(self) -> None:
+        """Plan the order in which backward will need the units. The first sign of backward calls it, if nobody has."""
+        if self.in_backward:
+            return
         self.in_backward = True
         self._again = list(dict.fromkeys(i for i in reversed(self._finished) if self._reshards(i)))
         self._place = {index: at for at, index in enumerate(self._again)}
-        torch.autograd.backward(loss)
+        if self._on_backward is not None:
+            self._on_backward()
 
     def before_backward(self, index: int) -> None:
         """Gradients reached the unit's output: its parameters are needed now, the next unit's soon."""
+        self.begin_backward()
         for other in [i for i in self._frozen if i != index and not self.uses[i].depth]:
             self._frozen.remove(other)
             self._reshard(other)
@@ -210,6 +232,7 @@ class Frame:
                 f"unit {self.layout.units[index].title!r}: backward with create_graph=True can't go through gathered "
                 f"parameters; use differentiable_unshard for higher-order gradients"
             )
+        self.begin_backward()
         self._add_partial(index, grads)
         use = self.uses[index]
         use.nodes -= counted
@@ -226,7 +249,7 @@ class Frame:
             self._collect_leaves(index)
             held = use.state.grads_phase is GradPhase.HELD and not use.reduced
             unused = plan.reduction.unused == "zeros" and not use.reduced and bool(plan.trainable)
-            if use.partial is not None or (self.sync is not Sync.NONE and (unused or held)):
+            if use.partial is not None or (self.syncs[index] is not Sync.NONE and (unused or held)):
                 self._reduce(index)
         self._advance()
         self._end(keep=False)
@@ -349,7 +372,7 @@ class Frame:
         use, plan = self.uses[index], self.layout.units[index]
         grads, use.partial = use.partial, None
         unit = on_unit.finish_reduce(use.state, plan, self.backend, self.log)
-        use.state = on_unit.start_reduce(unit, plan, self.backend, grads, self.sync, self.log)
+        use.state = on_unit.start_reduce(unit, plan, self.backend, grads, self.syncs[index], self.log)
         use.reduced = True
         if use.state.reducing is not None:
             self._in_flight.append(index)
