@@ -14,6 +14,8 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 setup: $(READY)
 
 $(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
+	  { echo "the pinned requirements are for Python 3.11 and 3.12; name one: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -31,6 +31,15 @@ class Backend(Protocol):
         """All ranks' messages, in rank order. Control plane: called by `shard` only, so that ranks fail together."""
         ...
 
+    def prepare(self, layout: Layout) -> None:
+        """Communicates where process groups have to be made: all that the layout needs, in the same order on every
+        rank. Called by `shard`, after all ranks have agreed on the layout."""
+        ...
+
+    def storage(self, tensor: Tensor) -> int:
+        """An identity of the memory that the tensor is a view of."""
+        ...
+
     def objection(self, param: Tensor) -> str | None:
         """Why this tensor can't be a parameter ("isn't contiguous"), or None."""
         ...
@@ -74,7 +83,7 @@ class Backend(Protocol):
         ...
 
     def settle(self) -> None:
-        """Block until what `store` copied off the device can be read by the host."""
+        """Block until copies between host and device that `load` and `store` began have ended."""
         ...
 
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:

@@ -14,15 +14,13 @@ _FIELDS = ("master", "full", "acc_full", "acc_partial", "reducing", "grad")
 
 
 def memory_bytes(state: HSDPState) -> dict[str, int]:
-    """Bytes that this rank holds, by field of `UnitState`, and their ``total``. Full parameters that alias the masters
-    (one shard, no cast) count once, as masters; ``in_flight`` holds the buffers of running collectives."""
+    """Bytes that this rank holds, by field of `UnitState`, and their ``total``. What is a view of the masters counts
+    once, as masters; ``in_flight`` holds the buffers of running collectives."""
     sums = dict.fromkeys(("master", "full", "acc_full", "acc_partial", "grad", "in_flight"), 0)
     for u in state.units:
         for field in _FIELDS:
             key = "in_flight" if field == "reducing" or isinstance(getattr(u, field), Pending) else field
-            sums[key] += sum(state.backend.nbytes(t) for t in _tensors(u, field))
-        if isinstance(u.full, tuple):
-            sums["full"] -= _aliased_bytes(u, state.layout.units[state.layout.unit_index[u.name]], state)
+            sums[key] += sum(state.backend.nbytes(t) for t in _tensors(u, field, state))
     sums["total"] = sum(sums.values())
     return sums
 
@@ -40,8 +38,7 @@ def describe(state: HSDPState) -> str:
         f"{'unit':<24} {'params':<10} {'grads':<9} {'tensors':>7} {'elements':>12} {'shard':>12} {'bytes':>12}",
     ]
     for u, plan in zip(state.units, layout.units, strict=True):
-        held = sum(state.backend.nbytes(t) for f in _FIELDS for t in _tensors(u, f))
-        held -= _aliased_bytes(u, plan, state) if isinstance(u.full, tuple) else 0
+        held = sum(state.backend.nbytes(t) for f in _FIELDS for t in _tensors(u, f, state))
         lines.append(
             f"{plan.title:<24.24} {u.params_phase.value:<10} {u.grads_phase.value:<9} {len(plan.params):>7} "
             f"{sum(p.numel for p in plan.params):>12,} {sum(b.params.numel for b in plan.buckets):>12,} {held:>12,}"
@@ -84,21 +81,16 @@ def _present(value: Any, plan: UnitLayout) -> set[str]:
     return {p.name for p, has in zip(plan.params, mask, strict=True) if has}
 
 
-def _tensors(u: UnitState, field: str) -> Iterator[Tensor]:
-    """Tensors of a field, each once; of running collectives only what isn't a master."""
+def _tensors(u: UnitState, field: str, state: HSDPState) -> Iterator[Tensor]:
+    """Tensors of a field, each once, without those that are views of the masters."""
     value = getattr(u, field)
+    if field == "master":
+        yield from value
+        return
     if isinstance(value, GradShards):
         value = value.flats
     elif isinstance(value, Pending):
-        inputs = (k for k in value.keepalive if all(k is not o for o in value.outputs))
-        value = [t for t in (*value.outputs, *inputs) if all(t is not m for m in u.master)]
-    yield from (t for t in value or () if t is not None)
-
-
-def _aliased_bytes(u: UnitState, plan: UnitLayout, state: HSDPState) -> int:
-    """Bytes of full parameters that are the masters' own memory: buckets with one shard and no cast."""
-    return sum(
-        state.backend.nbytes(flat)
-        for b, flat in zip(plan.buckets, u.master, strict=True)
-        if b.gather is None and b.compute_dtype == b.dtype
-    )
+        value = (*value.outputs, *(k for k in value.keepalive if all(k is not o for o in value.outputs)))
+    storage = state.backend.storage
+    masters = {storage(m) for m in u.master}
+    yield from (t for t in value or () if t is not None and storage(t) not in masters)

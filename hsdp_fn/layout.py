@@ -151,11 +151,6 @@ class Flat:
     shard_size: int
     numel: int
 
-    @cached_property
-    def even(self) -> bool:
-        """All members split on dim 0 with no padding, so that rank chunks are contiguous runs of the full tensor."""
-        return all(m.dim == 0 and m.chunk * self.shard_size == m.spec.shape[0] for m in self.members)
-
     @property
     def padding(self) -> int:
         """Elements of the whole flat (all ranks) that are padding."""

@@ -123,8 +123,8 @@ def check(unit: str, params: ParamPhase, grads: GradPhase, op: Op) -> None:
         PhaseError: the move is illegal; names the unit, its phase and what to do instead.
     """
     if (params, op) not in PARAM_MOVES and op in _PARAM_OPS:
-        advice = _PARAM_ADVICE[params, op]
+        advice = _PARAM_ADVICE.get((params, op), "the transition table has no such move")
         raise PhaseError(f"{op.value}: unit {unit or '(root)'!r} has {params.value} parameters; {advice}")
     if (grads, op) not in GRAD_MOVES and op in _GRAD_OPS:
-        advice = _GRAD_ADVICE[grads, op]
+        advice = _GRAD_ADVICE.get((grads, op), "the transition table has no such move")
         raise PhaseError(f"{op.value}: unit {unit or '(root)'!r} has gradients in phase {grads.value}; {advice}")

@@ -7,7 +7,6 @@ neither set (tensor or pipeline parallel) are left alone: ranks that differ only
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -128,15 +127,6 @@ class MeshSpec:
                 base[place] = value
             members.append(self._rank_at(base))
         return tuple(members)
-
-    def groups(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-        """All groups along ``axes``, each once, in the same order on every rank (as process groups must be made)."""
-        seen: set[int] = set()
-        for rank in self.ranks:
-            if rank not in seen:
-                group = self.group(rank, axes)
-                seen.update(group)
-                yield group
 
     def as_replicated(self) -> MeshSpec:
         """The same ranks with every data-parallel axis replicating: the mesh of a parameter that isn't split."""

@@ -12,7 +12,7 @@ from typing import overload
 
 from . import unit as on_unit
 from .backend import Backend, Tensor
-from .errors import GradientError, LayoutError, RankMismatchError
+from .errors import GradientError, LayoutError, PolicyError, RankMismatchError
 from .layout import Bucket, Collective, Layout, Member, UnitLayout
 from .lifecycle import GradPhase, Op, check
 from .policy import Keep, Sync
@@ -50,11 +50,11 @@ def shard(
         return _each(source, layout, Op.SHARD, lambda u, plan, log: on_unit.reshard(u))
     if not isinstance(layout, Layout) or backend is None:
         raise TypeError("shard(params, layout, *, backend): give a Layout and a backend")
-    backend.check(layout)
     failure: Exception | None = None
     try:
+        backend.check(layout)
         _check_params(source, layout, backend)
-    except LayoutError as error:
+    except Exception as error:  # whatever it is, the peers must learn of it
         failure = error
     answers = backend.exchange(layout.mesh, f"error: {failure}" if failure else f"layout {layout.digest}")
     if failure is not None:
@@ -64,6 +64,7 @@ def shard(
             f"shard: ranks disagree. rank {layout.mesh.ranks[0]}: {answers[0]}; {'; '.join(wrong)}. All ranks must "
             f"plan from the same names, shapes, mesh and policies."
         )
+    backend.prepare(layout)
     units = []
     for plan in layout.units:
         masters = tuple(
@@ -119,7 +120,9 @@ def wait(state: HSDPState, units: Units = None) -> HSDPState:
 
     def finish(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
         u = on_unit.finish_gather(u, plan, state.backend)
-        return on_unit.finish_reduce(u, plan, state.backend, log)
+        u = on_unit.finish_reduce(u, plan, state.backend, log)
+        state.backend.settle()
+        return u
 
     return _each(state, units, Op.WAIT, finish)
 
@@ -162,7 +165,7 @@ def reduce_grads(
             accumulation dtype), or None for one that wasn't used. None instead of a mapping adds nothing and only
             finishes what is held.
         sync: see `Sync`.
-        units: names; None for all.
+        units: names; None for all, which also counts the microbatch.
         async_op: leave reductions in flight for `wait` or `grads`.
 
     Raises:
@@ -178,7 +181,10 @@ def reduce_grads(
     def reduce(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
         given = None if rows is None else rows[plan.name]
         u = on_unit.start_reduce(u, plan, state.backend, given, sync, log)
-        return u if async_op else on_unit.finish_reduce(u, plan, state.backend, log)
+        if not async_op:
+            u = on_unit.finish_reduce(u, plan, state.backend, log)
+            state.backend.settle()
+        return u
 
     micro = state.micro + (1 if grads is not None and units is None else 0)
     return _each(state, units, Op.REDUCE, reduce, micro=micro)
@@ -213,11 +219,10 @@ def grads(state: HSDPState) -> tuple[HSDPState, dict[str, Tensor | None]]:
                     for member, row in zip(bucket.grads.members, rows, strict=True):
                         if u.grad.present[member.index]:
                             out[member.spec.name] = row
+        backend.settle()
         return UnitState(u.name, u.master, u.full)
 
-    new = _each(state, None, Op.GRADS, take)
-    backend.settle()
-    return new, out
+    return _each(state, None, Op.GRADS, take), out
 
 
 def masters(state: HSDPState) -> dict[str, Tensor]:
@@ -226,6 +231,7 @@ def masters(state: HSDPState) -> dict[str, Tensor]:
     A parameter with fewer rows than ranks has zero rows on some; the other dims stay.
     """
     state.token.require("masters")
+    state.backend.settle()  # they may be updated in place
     out: dict[str, Tensor] = {}
     for u, plan in zip(state.units, state.layout.units, strict=True):
         for bucket, flat in zip(plan.buckets, u.master, strict=True):
@@ -390,7 +396,10 @@ def _check_params(params: Mapping[str, Tensor], layout: Layout, backend: Backend
     for name, spec in specs.items():
         if (objection := backend.objection(params[name])) is not None:
             raise LayoutError(f"shard: parameter {name!r} {objection}")
-        found = (backend.dtype(params[name]), backend.shape(params[name]))
+        try:
+            found = (backend.dtype(params[name]), backend.shape(params[name]))
+        except PolicyError as error:
+            raise LayoutError(f"shard: parameter {name!r}: {error}") from None
         if found != (spec.dtype, spec.shape):
             raise LayoutError(
                 f"shard: parameter {name!r} has dtype {found[0]} and shape {found[1]}, but the layout was planned for "

@@ -100,8 +100,9 @@ class ReductionPolicy:
         divide_factor: divides by this instead (overrides ``op``). Exactly 1.0 costs no division.
         scaling_factor: multiplies the result, after the division.
         unused: what a trainable parameter without a gradient becomes. ``"none"`` leaves it without one, and a unit
-            none of whose parameters has one issues no collective; ``"zeros"`` reduces zeros, in one order of units, so
-            that ranks which use different units still reduce the same. (Their gathers must match too: gather such
+            none of whose parameters has one issues no collective; every rank must then use the same parameters, as a
+            rank that didn't use one keeps its rows of it unchanged. ``"zeros"`` reduces zeros, in one order of units,
+            so that ranks which use different units still reduce the same. (Their gathers must match too: gather such
             units on all ranks with `unshard` before the step.)
     """
 

@@ -60,6 +60,14 @@ class ReferenceBackend:
     def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
         return [message] * mesh.size
 
+    def prepare(self, layout: Layout) -> None:
+        pass
+
+    def storage(self, tensor: Tensor) -> int:
+        while tensor.base is not None:
+            tensor = tensor.base
+        return int(tensor.__array_interface__["data"][0])
+
     def objection(self, param: Tensor) -> str | None:
         return None
 

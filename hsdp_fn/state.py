@@ -8,6 +8,7 @@ both refuses, while step counts, ledgers and tokens never make two states incomp
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from .layout import Collective, Layout
 from .lifecycle import GradPhase, ParamPhase
 from .policy import Sync
 
+_PACKAGES = ("hsdp_fn", "hsdp_fn_torch", "hsdp_fn_ms")
 #: The optree namespace of all state types.
 NAMESPACE = "hsdp_fn"
 
@@ -45,7 +47,7 @@ class Token:
     def consume(self, op: str) -> None:
         """Mark the state as used up by ``op``, and remember the user's line that called it."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hsdp_fn"):
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
             frame = frame.f_back
         self.consumer, self.line = op, f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -216,14 +218,14 @@ def _unflatten_state(meta: tuple[Layout, Frozen, Token], children: Any) -> HSDPS
     return HSDPState(children[0], layout, backend, step, micro, ledger, token)
 
 
-# optree's annotation asks for a Collection; any class can be a node.
-_register: Any = optree.register_pytree_node
-_register(Pending, _flatten_pending, _unflatten_pending, namespace=NAMESPACE)
-_register(
-    GradShards,
-    lambda g: ((g.flats,), g.present, ("flats",)),
-    lambda present, children: GradShards(children[0], present),
-    namespace=NAMESPACE,
+#: Every node type with how it is taken apart, ``node -> (children, metadata, names)``, and put together again,
+#: ``(metadata, children) -> node``. Framework packages register the same with their own pytrees.
+NODES: tuple[tuple[type, Callable[[Any], tuple[Any, ...]], Callable[[Any, Any], Any]], ...] = (
+    (Pending, _flatten_pending, _unflatten_pending),
+    (GradShards, lambda g: ((g.flats,), g.present, ("flats",)), lambda present, c: GradShards(c[0], present)),
+    (UnitState, _flatten_unit, lambda name, children: UnitState(name, *children)),
+    (HSDPState, _flatten_state, _unflatten_state),
 )
-_register(UnitState, _flatten_unit, lambda name, children: UnitState(name, *children), namespace=NAMESPACE)
-_register(HSDPState, _flatten_state, _unflatten_state, namespace=NAMESPACE)
+_register: Any = optree.register_pytree_node  # its annotation asks for a Collection; any class can be a node
+for _kind, _flatten, _unflatten in NODES:
+    _register(_kind, _flatten, _unflatten, namespace=NAMESPACE)

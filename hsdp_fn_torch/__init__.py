@@ -1,5 +1,6 @@
 """hsdp-fn on PyTorch: FSDP and HSDP over ``torch.distributed``, functional training with an explicit state."""
 
+from . import pytree  # noqa: F401  (registers the state types)
 from .backend import TorchBackend
 from .differentiable import differentiable_unshard
 from .functional import Params, evaluate, functional_call, value_and_grad

@@ -2,8 +2,9 @@
 
 Collectives are issued asynchronously from the current stream and awaited by their work handle, which orders the current
 stream (on a device) or the host (on CPU) after them. Every buffer is allocated and freed on the current stream and is
-kept alive by the state until the wait, so no user stream, event or ``record_stream`` is needed for gathers and
-reductions. Only the CPU offload policy copies beside compute; its events are settled before a gradient is handed out.
+kept alive by the state until the wait, so no user stream, event or ``record_stream`` is needed, as long as a state is
+used on one stream. With the CPU offload policy, copies between host and device are recorded by events, which `settle`
+awaits before the host reads a gradient or anybody writes a master.
 
 They are called as attributes of ``torch.distributed``, so that profilers, CommDebugMode and wrappers see them. The
 reduction is always SUM; scaling is done here (gloo and HCCL have no usable PREMUL_SUM, HCCL no AVG of its own).
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hsdp_fn import BackendError, CPUOffloadPolicy, Layout, MeshError, MeshSpec, OffloadPolicy
+from hsdp_fn import BackendError, CPUOffloadPolicy, HSDPState, Layout, MeshError, MeshSpec, OffloadPolicy
 from hsdp_fn.dtypes import ITEMSIZE, dtype_name
 from hsdp_fn.layout import Flat, Member
 
@@ -56,11 +57,11 @@ class TorchBackend:
         self.offload = offload_policy or OffloadPolicy()
         self._groups = Groups(mesh)
         self._plans: dict[Flat, flats.FlatPlan] = {}
-        self._home, self._pin = self.device, False  # where shards are kept
+        self.home, self._pin = self.device, False  # where shards are kept
         if isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu":
-            self._home, self._pin = torch.device("cpu"), self.offload.pin_memory
+            self.home, self._pin = torch.device("cpu"), self.offload.pin_memory
         self.pool = BufferPool(self.device)  # large buffers, reused while a frame runs
-        self._copied: torch.Event | None = None
+        self._copies: list[torch.Event] = []  # between host and device, not known to have ended
         self.name = f"torch {dist.get_backend(self._groups.all())} on {self.device}"
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
@@ -94,10 +95,23 @@ class TorchBackend:
     def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
         """See `Backend.exchange`."""
         group = self._groups.all()
-        answers: list[str] = [""] * mesh.size
+        ranks = dist.get_process_group_ranks(group)
+        answers: list[str] = [""] * len(ranks)
         dist.all_gather_object(answers, message, group=group)
-        by_rank = dict(zip(dist.get_process_group_ranks(group), answers, strict=True))
-        return [by_rank[r] for r in mesh.ranks]
+        by_rank = dict(zip(ranks, answers, strict=True))
+        return [by_rank.get(r, "not in the mesh") for r in mesh.ranks]
+
+    def prepare(self, layout: Layout) -> None:
+        """See `Backend.prepare`."""
+        for unit in layout.units:
+            for bucket in unit.buckets:
+                for axes in (bucket.mesh.shard, bucket.mesh.replicate):
+                    if axes:
+                        self.group(axes)
+
+    def storage(self, tensor: Tensor) -> int:
+        """See `Backend.storage`."""
+        return tensor.untyped_storage().data_ptr()
 
     def objection(self, param: Tensor) -> str | None:
         """See `Backend.objection`."""
@@ -130,7 +144,7 @@ class TorchBackend:
     def shard_params(self, mesh: MeshSpec, flat: Flat, params: Sequence[Tensor]) -> Tensor:
         """See `Backend.shard_params`."""
         dtype = params[0].dtype
-        shard = torch.zeros(flat.numel, dtype=dtype, device=self._home, pin_memory=self._pin)
+        shard = torch.zeros(flat.numel, dtype=dtype, device=self.home, pin_memory=self._pin)
         with torch.no_grad():
             flats.shard_of(self._plan(mesh, flat), params, shard)
         return shard
@@ -142,11 +156,14 @@ class TorchBackend:
     def join(self, mesh: MeshSpec, flat: Flat, shard: Tensor, rows: Sequence[Tensor | None]) -> Tensor:
         """See `Backend.join`."""
         with torch.no_grad():
-            return flats.join(self._plan(mesh, flat), shard, rows)
+            return flats.join(self._plan(mesh, flat), shard, rows, self.clone)
 
     def load(self, shard: Tensor, dtype: str) -> Tensor:
         """See `Backend.load`."""
-        return shard.to(self.device, _TORCH_DTYPE[dtype], non_blocking=True)
+        moved = shard.to(self.device, non_blocking=True)
+        if moved is not shard:
+            self._copying()
+        return moved.to(_TORCH_DTYPE[dtype])
 
     def store(self, shard: Tensor, dtype: str, factor: float, *, donate: bool) -> Tensor:
         """See `Backend.store`."""
@@ -156,12 +173,11 @@ class TorchBackend:
         if factor != 1.0:
             shard = shard.mul_(factor) if donate else shard * factor
         shard = shard.to(wanted)
-        if self._home == shard.device:
+        if self.home == shard.device:
             return shard
-        kept = torch.empty(shard.shape, dtype=shard.dtype, device=self._home, pin_memory=self._pin)
+        kept = torch.empty(shard.shape, dtype=shard.dtype, device=self.home, pin_memory=self._pin)
         kept.copy_(shard, non_blocking=True)
-        self._copied = torch.Event(self.device)
-        self._copied.record()
+        self._copying()
         return kept
 
     def settle(self) -> None:
@@ -180,11 +196,17 @@ class TorchBackend:
 
     def clone(self, tensor: Tensor) -> Tensor:
         """See `Backend.clone`."""
-        return tensor.detach().clone()
+        self._land()
+        pinned = self._pin and tensor.device.type == "cpu"
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
+        return copy.copy_(tensor.detach())
 
     def pack(self, mesh: MeshSpec, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
         """See `Backend.pack`."""
-        packed = self.pool.take(flat.numel * flat.shard_size, _TORCH_DTYPE[dtype])
+        wanted = _TORCH_DTYPE[dtype]
+        packed = self.pool.take(flat.numel * flat.shard_size, wanted)
+        if factor != 1.0 and any(g is not None and g.dtype.itemsize > wanted.itemsize for g in grads):
+            grads, factor = [None if g is None else g * factor for g in grads], 1.0  # before a cast that may overflow
         flats.pack(self._plan(mesh, flat), grads, packed)
         return packed.mul_(factor) if factor != 1.0 else packed
 
@@ -211,17 +233,33 @@ class TorchBackend:
         if handle is not None:
             handle.wait()
 
+    def _copying(self) -> None:
+        """Note a copy between host and device, so that `settle` waits for it before the host touches either end."""
+        event = torch.Event(self.device)
+        event.record()
+        self._copies.append(event)
+
     def _land(self) -> None:
-        """Wait for the copies that `store` began."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        copies, self._copies = self._copies, []
+        for event in copies:
+            event.synchronize()
 
     def _plan(self, mesh: MeshSpec, flat: Flat) -> flats.FlatPlan:
         plan = self._plans.get(flat)
         if plan is None:
             plan = self._plans[flat] = flats.FlatPlan.of(flat, mesh.shard_index(self.rank))
         return plan
+
+
+def torch_backend(state: HSDPState) -> TorchBackend:
+    """The state's backend.
+
+    Raises:
+        BackendError: it isn't this one.
+    """
+    if not isinstance(state.backend, TorchBackend):
+        raise BackendError(f"a state of the {state.backend.name} backend can't run torch tensors")
+    return state.backend
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from hsdp_fn import ROOT, Layout, LayoutError
+from hsdp_fn import ROOT, Layout, LayoutError, PhaseError
 
 if TYPE_CHECKING:
     from .frame import Frame
@@ -27,7 +27,7 @@ def binding_of(model: nn.Module, layout: Layout) -> Binding:
         LayoutError: the layout names a parameter or a unit that the model doesn't have.
     """
     found = _BINDINGS.get(model)
-    if found is None or found.layout != layout:
+    if found is None or found.layout != layout or not found.fits(model):
         found = _BINDINGS[model] = Binding(model, layout)
     return found
 
@@ -77,23 +77,35 @@ class Binding(Tables):
         self._frame: Frame | None = None
         tables = {name: (module._parameters, local) for name, module, local in _parameter_places(model)}
         for index, plan in enumerate(layout.units):
-            for name in plan.positions:
+            for name, at in plan.positions.items():
                 if name not in tables:
                     raise LayoutError(f"the layout has parameter {name!r}, but {type(model).__name__} doesn't")
+                table, local = tables[name]
+                if (shape := tuple(getattr(table[local], "shape", ()))) != plan.params[at].shape:
+                    raise LayoutError(
+                        f"parameter {name!r} of {type(model).__name__} has shape {shape}, but the layout was planned "
+                        f"for {plan.params[at].shape}"
+                    )
             slots.append([(*tables[name], at) for name, at in plan.positions.items()])
             for name in plan.modules if plan.name != ROOT else ():
                 module = _submodule(model, name)
                 if any(module is other for other, _ in self._modules):
                     continue  # one module under two names
                 self._modules.append((module, self._call(module, index, final=name == plan.modules[-1])))
+        self._below = list(model.modules())[1:]  # not the model itself, whose binding would keep it alive
         super().__init__(slots)
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether the model still has the very modules that were looked up."""
+        below = list(model.modules())[1:]
+        return len(below) == len(self._below) and all(a is b for a, b in zip(below, self._below, strict=True))
 
     def connect(self, frame: Frame) -> None:
         """Send calls of unit modules through the frame."""
         if self._frame is frame:
             return
         if self._frame is not None:
-            raise RuntimeError("the model is running in another value_and_grad call already")
+            raise PhaseError("the model is running in another value_and_grad call already")
         self._frame = frame
         self.remember()
         # `Module.__call__` prefers this slot, which `Module.compile` fills, to `_call_impl`: it is the one place in

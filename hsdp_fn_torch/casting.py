@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ def map_tensors(value: T, function: Callable[[Tensor], Tensor]) -> T:
     out: Any = value
     if isinstance(value, Tensor):
         out = function(value)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         items = {k: map_tensors(v, function) for k, v in value.items()}
         if any(items[k] is not v for k, v in value.items()):
             out = _like_dict(value, items)
@@ -56,10 +57,11 @@ def cast_floating(value: T, dtype: str) -> T:
     return map_tensors(value, lambda t: t.to(wanted) if t.is_floating_point() and t.dtype is not wanted else t)
 
 
-def _like_dict(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """A dict of the same class (defaultdict's factory and the like kept) with other values."""
+def _like_dict(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same class (defaultdict's factory and the like kept) with other values."""
     if type(value) is dict:
         return items
-    out = value.copy()
-    out.update(items)
+    out: Any = copy.copy(value)
+    for key, item in items.items():
+        out[key] = item
     return out

@@ -14,18 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsdp_fn import HSDPState
+from hsdp_fn import HSDPState, LayoutError
 from hsdp_fn.layout import Bucket, Flat, Member
 
-from .backend import TorchBackend
+from .backend import torch_backend
 
 
 def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Full parameters as differentiable functions of this rank's rows.
 
     Communicates: one all-gather a bucket over the shard group; in backward one reduce-scatter over the shard group and
-    one all-reduce over the replicate group; the gradient is the mean over all data-parallel ranks (or what the layout's
-    `ReductionPolicy` says).
+    one all-reduce over the replicate group, both in compute dtype; the gradient is the mean over all data-parallel
+    ranks (or what the layout's `ReductionPolicy` says).
+
+    Raises:
+        LayoutError: rows are missing or of another shape or dtype; before any collective.
 
     Args:
         state: for its layout and backend; its values aren't read.
@@ -34,8 +37,7 @@ def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict
     Returns:
         Full parameters in compute dtype by name, aliases included.
     """
-    backend = state.backend
-    assert isinstance(backend, TorchBackend)
+    backend = torch_backend(state)
     out: dict[str, Tensor] = {}
     for plan in state.layout.units:
         for bucket in plan.buckets:
@@ -44,6 +46,8 @@ def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict
             replicate = backend.group(bucket.mesh.replicate).group_name if bucket.mesh.replicate_size > 1 else ""
             how = (bucket.mesh.shard_size, shard, replicate, False)
             index = bucket.mesh.shard_index(backend.rank)
+            for member in bucket.params.members:
+                _check_rows(rows, member, index)
             flat = _flatten([rows[m.spec.name] for m in bucket.params.members], bucket.params, index)
             flat = flat.to(getattr(torch, bucket.compute_dtype))
             whole = _Gather.apply(_ScaleGrad.apply(flat, before * after), *how)  # type: ignore[no-untyped-call]
@@ -111,6 +115,15 @@ class _Reduce(torch.autograd.Function):
 def _wait(x: Tensor) -> Tensor:
     out: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return out
+
+
+def _check_rows(rows: Mapping[str, Tensor], member: Member, shard_index: int) -> None:
+    name, expected = member.spec.name, (member.local_shape(shard_index), getattr(torch, member.spec.dtype))
+    if name not in rows:
+        raise LayoutError(f"differentiable_unshard: no rows of {name!r}; give them as masters(state) does")
+    found = (tuple(rows[name].shape), rows[name].dtype)
+    if found != expected:
+        raise LayoutError(f"differentiable_unshard: {name!r} has {found}; this rank's rows are {expected}")
 
 
 def _flatten(rows: list[Tensor], flat: Flat, shard_index: int) -> Tensor:

@@ -103,7 +103,9 @@ def split(plan: FlatPlan, shard: Tensor) -> tuple[Tensor, ...]:
     return tuple([shard.as_strided(*place) for place in plan.local])
 
 
-def join(plan: FlatPlan, shard: Tensor, rows: Sequence[Tensor | None]) -> Tensor:
+def join(
+    plan: FlatPlan, shard: Tensor, rows: Sequence[Tensor | None], clone: Callable[[Tensor], Tensor] = torch.clone
+) -> Tensor:
     """``shard`` itself when all ``rows`` are its own views (or None), else a copy with the new rows."""
     base, item = shard.data_ptr(), shard.element_size()
     foreign = [
@@ -115,7 +117,7 @@ def join(plan: FlatPlan, shard: Tensor, rows: Sequence[Tensor | None]) -> Tensor
     ]
     if not foreign:
         return shard
-    out = shard.clone()
+    out = clone(shard)
     for row, place in foreign:
         out.as_strided(*place).copy_(row)
     return out

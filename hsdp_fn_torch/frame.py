@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsdp_fn import Collective, GradPhase, HSDPState, Sync, UnitState
+from hsdp_fn import Collective, GradientError, GradPhase, HSDPState, PhaseError, Sync, UnitState
 from hsdp_fn import unit as on_unit
 from hsdp_fn.state import Token
 
-from .backend import TorchBackend
+from .backend import torch_backend
 from .binding import Binding, Tables
 from .casting import cast_floating, tensors_in
 from .gather import SavedParams, attach
@@ -76,8 +76,7 @@ class Frame:
         tables: Tables | None = None,
         on_backward: Callable[[], None] | None = None,
     ) -> None:
-        assert isinstance(state.backend, TorchBackend), f"a state of {state.backend.name} can't run torch modules"
-        self.start, self.layout, self.backend = state, state.layout, state.backend
+        self.start, self.layout, self.backend = state, state.layout, torch_backend(state)
         self.syncs = (sync,) * len(state.units) if isinstance(sync, Sync) else tuple(sync)
         self.uses = [_Use(u, kept=isinstance(u.full, tuple)) for u in state.units]
         self.log: list[Collective] = []
@@ -92,7 +91,7 @@ class Frame:
         self._finished: list[int] = []  # units in the order in which they finished forward
         self._again: list[int] = []  # units to gather again, in the order in which backward needs them
         self._place: dict[int, int] = {}  # position there
-        self._frozen: list[int] = []  # units without trainable parameters that backward gathered again
+        self._guests: list[int] = []  # units that were gathered for a backward in which no node will reshard them
         self._in_flight: list[int] = []  # units whose reduction this frame has launched
         self._soon = -1  # saved views left when a quarter of the present unit's backward is done
         self._arrived: set[int] = set()  # units whose gradients are complete but whose turn hasn't come
@@ -107,7 +106,7 @@ class Frame:
     def bind(self, binding: Binding) -> None:
         """Run the units of a module through this frame until it ends."""
         if self._binding is not None and self._binding is not binding:
-            raise RuntimeError("one value_and_grad call can run one model; this one ran another before")
+            raise PhaseError("one value_and_grad call can run one model; this one ran another before")
         binding.connect(self)
         self._binding = binding
 
@@ -138,7 +137,9 @@ class Frame:
 
     def enter(self, index: int) -> tuple[Tensor, ...]:
         """Full parameters of a unit, attached to autograd and installed in its modules."""
+        self._require_running()
         use = self.uses[index]
+        self._release(index)
         full = self._gathered(index)
         if self.in_backward:
             self._prefetch_backward(index)
@@ -186,6 +187,11 @@ class Frame:
         self.begin_backward()
         torch.autograd.backward(loss)
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether some forward was differentiable, so that a backward may come."""
+        return any(use.nodes > 0 for use in self.uses)
+
     def begin_backward(self) -> None:
         """Plan the order in which backward will need the units. The first sign of backward calls it, if nobody has."""
         if self.in_backward:
@@ -193,24 +199,32 @@ class Frame:
         self.in_backward = True
         self._again = list(dict.fromkeys(i for i in reversed(self._finished) if self._reshards(i)))
         self._place = {index: at for at, index in enumerate(self._again)}
+        for index, use in enumerate(self.uses):
+            if use.attached is not None and use.leaves is None:
+                self._install_leaves(index)
         if self._on_backward is not None:
             self._on_backward()
 
     def before_backward(self, index: int) -> None:
         """Gradients reached the unit's output: its parameters are needed now, the next unit's soon."""
-        self.begin_backward()
-        for other in [i for i in self._frozen if i != index and not self.uses[i].depth]:
-            self._frozen.remove(other)
-            self._reshard(other)
+        self._require_running()
+        self._release(index)
+        if not self.in_backward:
+            if self._on_backward is None:  # a backward inside forward (a gradient penalty): gather, and no more
+                self._gathered(index)
+                self._guests.append(index)
+                return
+            self.begin_backward()
         use, plan = self.uses[index], self.layout.units[index]
         self._gathered(index)
         if use.leaves is None:
             self._install_leaves(index)
-        # A quarter into this unit's backward the reduction of the one before has had time to run: its input is freed
-        # before this unit's gradients are all there. Guarded by test_torch_memory.py.
-        self._soon = use.packed * 3 // 4
-        if not plan.trainable and self._reshards(index) and index not in self._frozen:
-            self._frozen.append(index)
+        # On CPU, a quarter into this unit's backward the reduction of the one before has had time to run: its input is
+        # freed before this unit's gradients are all there (guarded by test_torch_memory.py). On a device waiting here
+        # would hold up the stream.
+        self._soon = use.packed * 3 // 4 if self.backend.device.type == "cpu" else -1
+        if not plan.trainable:
+            self._guests.append(index)
         self._prefetch_backward(index)
         self.backend.pool.trim()
 
@@ -227,12 +241,18 @@ class Frame:
 
     def receive(self, index: int, grads: Sequence[Tensor | None], *, counted: bool) -> None:
         """Gradients of one use of the unit; the last use's launch the reduction."""
+        self._require_running()
+        plan = self.layout.units[index]
+        for spec, grad in zip(plan.params, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise GradientError(f"the gradient of {spec.name!r} is {grad.layout}; only dense ones can be reduced")
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                f"unit {self.layout.units[index].title!r}: backward with create_graph=True can't go through gathered "
+                f"unit {plan.title!r}: backward with create_graph=True can't go through gathered "
                 f"parameters; use differentiable_unshard for higher-order gradients"
             )
-        self.begin_backward()
+        if self._on_backward is not None:
+            self.begin_backward()
         self._add_partial(index, grads)
         use = self.uses[index]
         use.nodes -= counted
@@ -240,6 +260,12 @@ class Frame:
             self._complete(index)
 
     # -- end ----------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Between forward and backward: the modules have their own parameters back."""
+        if self._binding is not None:
+            for index in range(len(self.uses)):
+                self._binding.uninstall(index)
 
     def commit(self) -> HSDPState:
         """Finish what is left and build the new state. Every collective of the microbatch has been issued then; the
@@ -262,12 +288,30 @@ class Frame:
 
     def abort(self) -> None:
         """Wait for what is in flight and forget the frame."""
-        for use in self.uses:
-            on_unit.drop_flight(use.state, self.backend)
-        self._disconnect()
-        self.uses = [_Use(u, kept=True) for u in self.start.units]
+        try:
+            for use in self.uses:
+                on_unit.drop_flight(use.state, self.backend)
+        finally:
+            self._disconnect()
+            self.uses = [_Use(u, kept=True) for u in self.start.units]
 
     # -- parts --------------------------------------------------------------------------------------------------
+
+    def _require_running(self) -> None:
+        if not self._running:
+            raise PhaseError(
+                "this call of value_and_grad or evaluate has ended: its parameters can't be gathered and its graph "
+                "can't be differentiated any more. Return what is needed as aux, detached"
+            )
+
+    def _release(self, index: int) -> None:
+        """Reshard what an earlier unit's backward has left gathered."""
+        guests, self._guests = self._guests, []
+        for other in guests:
+            if other == index or self.uses[other].depth:
+                self._guests.append(other)
+            elif self._reshards(other):
+                self._reshard(other)
 
     def _gathered(self, index: int) -> tuple[Tensor, ...]:
         use = self.uses[index]
@@ -326,6 +370,8 @@ class Frame:
             return
         self._collect_leaves(index)
         leaves = self._gathered(index)
+        if self.uses[index].kept:  # the state that came in has these
+            leaves = tuple([t.detach() for t in leaves])
         for tensor, spec in zip(leaves, self.layout.units[index].params, strict=True):
             tensor.grad = None
             tensor.requires_grad_(spec.requires_grad)

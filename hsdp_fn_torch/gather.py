@@ -106,6 +106,8 @@ class SavedParams:
         high = max((r[1] for r in ranges), default=0)
 
         def pack(tensor: Tensor) -> Any:
+            if tensor.layout is not torch.strided:
+                return _Kept(tensor) if beneath is None else _Packed(beneath[0](tensor), beneath[1])
             pointer = tensor.data_ptr()
             if low <= pointer < high:  # most tensors aren't: one comparison
                 for start, stop, at, dtype in ranges:

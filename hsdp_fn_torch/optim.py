@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hsdp_fn import HSDPState, LayoutError, apply_updates, grads, masters
 
-from .backend import TorchBackend
+from .backend import TorchBackend, torch_backend
 
 
 def shard_parameters(state: HSDPState) -> dict[str, nn.Parameter]:
@@ -45,6 +45,7 @@ def optimizer_step(
 
     Raises:
         LayoutError: the parameters aren't the state's masters, so that the step would be lost.
+        Whatever the optimizer raises: the masters may then be updated in part, and the gradients are gone.
     """
     _check_alias(state, params)
     state, rows = grads(state)
@@ -55,11 +56,13 @@ def optimizer_step(
         present = [g for g in rows.values() if g is not None]
         if present:
             torch._foreach_mul_(present, scale.to(present[0].device))
-    for name, grad in rows.items():
-        params[name].grad = grad
-    optimizer.step()
-    for param in params.values():
-        param.grad = None
+    try:
+        for name, grad in rows.items():
+            params[name].grad = grad
+        optimizer.step()
+    finally:
+        for param in params.values():
+            param.grad = None
     return apply_updates(state, {name: p.detach() for name, p in params.items() if p.requires_grad}), norm
 
 
@@ -72,8 +75,7 @@ def global_norm(state: HSDPState, rows: Mapping[str, Tensor | None]) -> Tensor:
         state: whose layout the gradient has.
         rows: what `grads` gave.
     """
-    backend = state.backend
-    assert isinstance(backend, TorchBackend)
+    backend = torch_backend(state)
     sharded: list[Tensor] = []
     whole: list[Tensor] = []
     for plan in state.layout.units:

@@ -65,7 +65,6 @@ def test_every_small_shape_on_every_small_world_is_split_like_torch_chunk_on_eve
             assert member.stored_shape == member.local_shape(0)
             assert member.numel == flat.numel == prod(member.stored_shape)
             assert flat.padding == world * flat.numel - prod(shape)
-            assert flat.even == (dim == 0 and all(len(rows) == len(owned[0]) for rows in owned))
 
 
 @given(layouts())
@@ -335,5 +334,5 @@ def test_a_replicated_scalar_is_planned_whole_or_refused_by_name() -> None:
         assert "'s'" in str(error)
         return
     flat = layout.units[0].buckets[0].params
-    assert (flat.numel, flat.padding, flat.even) == (1, 0, True)
+    assert (flat.numel, flat.padding) == (1, 0)
     assert flat.members[0].rows(0) == (0, 1)
