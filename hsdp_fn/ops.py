@@ -368,7 +368,10 @@ def _replace_masters(state: HSDPState, masters: Mapping[str, Tensor], op: Op, st
     for name, rows in given.items():
         if name not in expected:
             raise LayoutError(f"{op.value}: {name!r} is no parameter of this layout")
-        found = (backend.dtype(rows), backend.shape(rows))
+        try:
+            found = (backend.dtype(rows), backend.shape(rows))
+        except (AttributeError, TypeError, PolicyError):
+            raise LayoutError(f"{op.value}: {name!r} is {type(rows).__name__}, no tensor of this backend") from None
         if found != expected[name]:
             raise LayoutError(
                 f"{op.value}: {name!r} has dtype {found[0]} and shape {found[1]}; this rank's rows are "

@@ -31,7 +31,8 @@ def start_gather(unit: UnitState, plan: UnitLayout, backend: Backend, log: Log) 
     with _Awaiting(backend, handles):
         for bucket, master in zip(plan.buckets, unit.master, strict=True):
             source = backend.load(master, bucket.compute_dtype)
-            output, handle = source, None
+            # Without a gather full parameters would be the masters' own memory; an edit in place would reach them.
+            output, handle = backend.clone(source) if source is master and bucket.gather is None else source, None
             if bucket.gather is not None:
                 output, handle = backend.all_gather(bucket.mesh, source)
                 log.append(bucket.gather)

@@ -6,7 +6,7 @@ Outside a frame the model is as the user made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -41,10 +41,14 @@ class Tables:
 
     Args:
         slots: for each unit its slots, one for every name of every parameter.
+        modules: those that own the slots.
     """
 
-    def __init__(self, slots: Sequence[Sequence[Slot]]) -> None:
+    def __init__(self, slots: Sequence[Sequence[Slot]], modules: Iterable[nn.Module]) -> None:
         self._slots = slots
+        recurrent = [m for m in modules if isinstance(m, nn.RNNBase)]
+        tables = [{id(table) for table, _, _ in unit} for unit in slots]
+        self._recurrent = [[m for m in recurrent if id(m._parameters) in unit] for unit in tables]
         self._own: list[list[Any]] = []  # what stands there outside a frame
 
     def remember(self) -> None:
@@ -60,6 +64,7 @@ class Tables:
         """Put back what stood there."""
         for (table, name, _), own in zip(self._slots[index], self._own[index], strict=True):
             table[name] = own
+        refresh_flat_weights(self._recurrent[index])
 
     def disconnect(self) -> None:
         """Put back everything: the frame has ended."""
@@ -89,11 +94,13 @@ class Binding(Tables):
             slots.append([(*tables[name], at) for name, at in plan.positions.items()])
             for name in plan.modules if plan.name != ROOT else ():
                 module = _submodule(model, name)
+                if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                    raise LayoutError(f"unit module {name!r} ({type(module).__name__}) has no forward of its own")
                 if any(module is other for other, _ in self._modules):
                     continue  # one module under two names
                 self._modules.append((module, self._call(module, index, final=name == plan.modules[-1])))
         self._below = list(model.modules())[1:]  # not the model itself, whose binding would keep it alive
-        super().__init__(slots)
+        super().__init__(slots, self._below)
 
     def fits(self, model: nn.Module) -> bool:
         """Whether the model still has the very modules that were looked up."""
@@ -108,6 +115,14 @@ class Binding(Tables):
             raise PhaseError("the model is running in another value_and_grad call already")
         self._frame = frame
         self.remember()
+        for plan, unit, own in zip(self.layout.units, self._slots, self._own, strict=True):
+            for (_, name, at), param in zip(unit, own, strict=True):
+                if param is None or param.requires_grad != plan.params[at].requires_grad:
+                    self._frame = None
+                    raise LayoutError(
+                        f"parameter {plan.params[at].name!r} ({name}) was frozen, unfrozen or removed after the layout "
+                        f"was planned with requires_grad={plan.params[at].requires_grad}; plan and shard again"
+                    )
         # `Module.__call__` prefers this slot, which `Module.compile` fills, to `_call_impl`: it is the one place in
         # front of the module's own hooks. Guarded by test_functional.py.
         for module, call in self._modules:
@@ -132,6 +147,13 @@ class Binding(Tables):
             return self._frame.run(index, inner, args, kwargs, final=final)
 
         return call
+
+
+def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
+    """Recurrent modules keep a second list of their weights; make it follow their parameter tables."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
 
 
 def _parameter_places(model: nn.Module) -> list[tuple[str, nn.Module, str]]:

@@ -66,6 +66,7 @@ class Frame:
         sync: how far the gradients are reduced; one for all units, or one each.
         tables: where the modules keep the units' parameters, if not known through `bind`.
         on_backward: called once, when backward begins.
+        forward_only: gradients of the units' parameters are refused.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Frame:
         *,
         tables: Tables | None = None,
         on_backward: Callable[[], None] | None = None,
+        forward_only: bool = False,
     ) -> None:
         self.start, self.layout, self.backend = state, state.layout, torch_backend(state)
         self.syncs = (sync,) * len(state.units) if isinstance(sync, Sync) else tuple(sync)
@@ -82,7 +84,7 @@ class Frame:
         self.log: list[Collective] = []
         self.in_backward = False
         self.anchor = torch.zeros((), requires_grad=True)
-        self._on_backward = on_backward
+        self._on_backward, self._forward_only = on_backward, forward_only
         self._binding = tables
         if tables is not None:
             tables.remember()
@@ -125,12 +127,18 @@ class Frame:
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         full = self.enter(index)
+        versions = [(t, t._version) for t in self._bases(index, full)]
         use.depth += 1
         try:
             with self._saved_params(index, full):
                 out = call(*args, **kwargs)
         finally:
             use.depth -= 1
+        if any(t._version != version for t, version in versions):
+            raise RuntimeError(
+                f"forward of unit {self.layout.units[index].title!r} modified its gathered parameters in place; they "
+                f"are a copy of the masters, so the edit would be lost. Change the masters instead (apply_updates)."
+            )
         out = out if policy.output_dtype is None else cast_floating(out, policy.output_dtype)
         self.leave(index, out, final)
         return out
@@ -243,6 +251,8 @@ class Frame:
         """Gradients of one use of the unit; the last use's launch the reduction."""
         self._require_running()
         plan = self.layout.units[index]
+        if self._forward_only:
+            raise PhaseError("a backward inside evaluate() reached the parameters; use value_and_grad for gradients")
         for spec, grad in zip(plan.params, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
                 raise GradientError(f"the gradient of {spec.name!r} is {grad.layout}; only dense ones can be reduced")
@@ -345,8 +355,12 @@ class Frame:
 
     def _saved_params(self, index: int, full: Sequence[Tensor]) -> Any:
         if self._reshards(index) and torch.is_grad_enabled():
-            return SavedParams(self, index, [full[b.params.members[0].index] for b in self.layout.units[index].buckets])
+            return SavedParams(self, index, self._bases(index, full))
         return _NO_HOOKS
+
+    def _bases(self, index: int, full: Sequence[Tensor]) -> list[Tensor]:
+        """One parameter a bucket: a bucket's full parameters are views of one buffer."""
+        return [full[b.params.members[0].index] for b in self.layout.units[index].buckets]
 
     def _watch(self, index: int, out: Any) -> None:
         """Call `before_backward` when gradients reach any of the outputs. A node's hook survives in-place edits of the

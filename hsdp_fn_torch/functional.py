@@ -109,8 +109,9 @@ def value_and_grad(
                 loss, aux = _loss_of(out, has_aux)
                 frame.backward(loss)
             new = frame.commit()
-        except BaseException:
+        except BaseException as error:
             frame.abort()
+            _explain(error)
             raise
         state.token.consume("value_and_grad")
         return (loss.detach(), map_tensors(aux, torch.Tensor.detach)), new
@@ -128,18 +129,29 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
 
     def run(state: HSDPState, *batch: Any, **kwargs: Any) -> tuple[Any, HSDPState]:
         state.token.require("evaluate")
-        frame = Frame(state, Sync.NONE)
+        frame = Frame(state, Sync.NONE, forward_only=True)
         try:
             with torch.no_grad():
                 out = fn(Params(frame), *batch, **kwargs)
             new = frame.commit_forward()
-        except BaseException:
+        except BaseException as error:
             frame.abort()
+            _explain(error)
             raise
         state.token.consume("evaluate")
         return out, new
 
     return run
+
+
+def _explain(error: BaseException) -> None:
+    """Say what a clash with the meta device means here."""
+    if isinstance(error, RuntimeError) and "meta" in str(error) and hasattr(error, "add_note"):
+        error.add_note(
+            "Outside the forward of its unit a module has placeholders on the meta device for parameters. Was a weight "
+            "used before or after its unit ran, or a unit's forward() called directly instead of the module? Use "
+            "params[name] for a full parameter, or put both modules into one unit."
+        )
 
 
 def _loss_of(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
@@ -152,6 +164,11 @@ def _loss_of(out: Any, has_aux: bool) -> tuple[Tensor, Any]:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"the function must return a scalar floating loss, found {found}; with has_aux=True a pair")
+    if loss.is_meta:
+        raise TypeError(
+            "the loss is on the meta device: it was made of the module's placeholders, outside the forward "
+            "of their unit; use params[name] for the full parameter"
+        )
     if not loss.requires_grad:
         raise TypeError("the loss doesn't depend on any trainable parameter of the state; was it detached?")
     return loss, aux

@@ -84,7 +84,7 @@ class SavedParams:
         bases: one full parameter a bucket; a bucket's parameters are views of one buffer.
     """
 
-    __slots__ = ("_bases", "_frame", "_index", "_ranges")
+    __slots__ = ("_frame", "_index", "_ranges")
 
     def __init__(self, frame: Frame, index: int, bases: Sequence[Tensor]) -> None:
         self._frame, self._index = frame, index
@@ -96,7 +96,6 @@ class SavedParams:
             if start and start not in ranges:
                 ranges[start] = (start, start + storage.nbytes(), at, t.dtype)
         self._ranges = list(ranges.values())
-        self._bases = [(t, t._version) for t in bases]
 
     def __enter__(self) -> None:
         beneath = _top(True)
@@ -132,11 +131,5 @@ class SavedParams:
 
         _push(pack, unpack)
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         _pop()
-        if kind is None and any(t._version != version for t, version in self._bases):
-            raise RuntimeError(
-                f"forward of unit {self._frame.layout.units[self._index].title!r} modified its gathered parameters in "
-                f"place; they are a copy that is dropped after forward, so the edit would be lost. Change the masters "
-                f"(apply_updates), or don't reshard this unit after forward."
-            )

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hsdp_fn import HSDPState, Layout, LayoutError, OffloadPolicy, ParamSpec, UnitSpec, plan_layout, shard
 
 from .backend import TorchBackend
+from .binding import refresh_flat_weights
 from .mesh import mesh_spec
 
 
@@ -75,10 +76,10 @@ def shard_module(
     Returns:
         The first state, step 0.
     """
-    ignored = tuple(ignored)
     backend = TorchBackend(mesh, offload_policy=offload_policy)
     spec = mesh_spec(mesh)
     try:
+        ignored = tuple(ignored)
         layout = plan_module(model, mesh, units, offload_policy=offload_policy, ignored=ignored, **policies)
     except Exception as error:
         backend.exchange(spec, f"error: {error}")  # the peers wait in `shard`; there they learn of it
@@ -94,4 +95,5 @@ def shard_module(
     for name, canonical in names.items():
         prefix, _, local = name.rpartition(".")
         model.get_submodule(prefix)._parameters[local] = placeholders[canonical]
+    refresh_flat_weights(model.modules())
     return state

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hsdp_fn import HSDPState, LayoutError, apply_updates, grads, masters
+from hsdp_fn import GradPhase, HSDPState, LayoutError, apply_updates, grads, masters
+from hsdp_fn.lifecycle import Op, check
 
 from .backend import TorchBackend, torch_backend
 
@@ -45,9 +46,12 @@ def optimizer_step(
 
     Raises:
         LayoutError: the parameters aren't the state's masters, so that the step would be lost.
+        PhaseError: a unit is unsharded.
         Whatever the optimizer raises: the masters may then be updated in part, and the gradients are gone.
     """
     _check_alias(state, params)
+    for unit in state.units:
+        check(unit.name, unit.params_phase, GradPhase.EMPTY, Op.APPLY)
     state, rows = grads(state)
     norm = None
     if max_norm is not None:
@@ -101,7 +105,9 @@ def _check_alias(state: HSDPState, params: Mapping[str, nn.Parameter]) -> None:
     for name, rows in masters(state).items():
         if name not in params:
             raise LayoutError(f"optimizer_step: no parameter {name!r} was given; pass shard_parameters(state)")
-        if rows.numel() and params[name].data_ptr() != rows.data_ptr():
+        mine = params[name]
+        same = mine.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+        if not same or mine.storage_offset() != rows.storage_offset():  # also where this rank has no row
             raise LayoutError(
                 f"optimizer_step: parameter {name!r} isn't this state's master (other memory), so the update would be "
                 f"lost; build the optimizer over shard_parameters(state) of the present state"

@@ -43,7 +43,7 @@ class Tree:
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.frame: Frame | None = None
         self._calls = 0
-        self._tables = Tables([g.slots for g in self.groups])
+        self._tables = Tables([g.slots for g in self.groups], root.modules())
         self._backend = groups[0].backend
         self._facts = [g.facts() for g in self.groups]
         layout = self._plan()

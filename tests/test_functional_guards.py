@@ -148,10 +148,13 @@ def test_a_sparse_gradient_is_refused_by_name_and_sparse_inputs_pass(rank, world
 
 
 @on_ranks(2)
-def test_full_parameters_that_are_views_of_the_masters_cost_no_memory(rank, world):
-    state = ht.shard_module(nn.Linear(4, 4), fsdp_mesh(world), placement_fn=lambda spec: Replicate())
-    held = memory_bytes(unshard(clone(state)))
-    assert (held["master"], held["full"], held["total"]) == (80, 0, 80)
+def test_full_parameters_are_a_copy_also_where_nothing_is_gathered(rank, world):
+    state = unshard(ht.shard_module(nn.Linear(4, 4), fsdp_mesh(world), placement_fn=lambda spec: Replicate()))
+    held = memory_bytes(state)
+    assert (held["master"], held["full"], held["total"]) == (80, 80, 160)
+    before = [m.clone() for m in state.units[0].master]
+    full_params(state)["weight"].zero_()
+    equal(list(state.units[0].master), before)
     split = memory_bytes(unshard(ht.shard_module(nn.Linear(4, 4), fsdp_mesh(world))))
     assert (split["master"], split["full"]) == (40, 80)
 
@@ -164,3 +167,81 @@ def test_states_are_nodes_of_torch_s_own_pytree(rank, world):
     again = torch_pytree.tree_unflatten([t.clone() if isinstance(t, torch.Tensor) else t for t in leaves], spec)
     assert again.layout == state.layout and again.units[0].master[0].equal(state.units[0].master[0])
     assert expected_comm(again.layout) == expected_comm(state.layout)
+
+
+class Clamps(Chain):
+    """Clips a weight of the root in place while it runs."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.5, 0.5)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_an_in_place_edit_of_a_unit_that_stays_gathered_is_refused_too(rank, world):
+    model = integers_(Clamps())
+    state = ht.shard_module(model, fsdp_mesh(world), LAYERS)
+    with pytest.raises(RuntimeError, match=r"forward of unit '\(root\)' modified its gathered parameters in place"):
+        step_of(model)(state, *batch(rank))
+    with pytest.raises(RuntimeError, match="in place"):
+        ht.evaluate(lambda p, x: ht.functional_call(model, p, x))(state, batch(rank)[0])
+
+
+@on_ranks(2)
+def test_an_optimizer_step_on_a_gathered_state_changes_nothing(rank, world):
+    model = integers_(Chain())
+    state = ht.shard_module(model, fsdp_mesh(world), LAYERS)
+    params = ht.shard_parameters(state)
+    (_, _), state = step_of(model)(state, *batch(rank))
+    before = {n: p.detach().clone() for n, p in params.items()}
+    state = unshard(state)
+    with pytest.raises(PhaseError, match="shard"):
+        ht.optimizer_step(state, torch.optim.SGD(params.values(), lr=1.0), params)
+    equal(dict(params), before)
+    state, _ = ht.optimizer_step(shard(state), torch.optim.SGD(params.values(), lr=1.0), params)
+    assert state.step == 1
+
+
+@on_ranks(2)
+def test_an_optimizer_over_another_state_is_refused_on_every_rank_even_where_it_owns_no_rows(rank, world):
+    state = ht.shard_module(nn.Linear(4, 1, bias=False), fsdp_mesh(world))
+    params = ht.shard_parameters(clone(state))
+    assert params["weight"].shape[0] == 1 - rank
+    with pytest.raises(LayoutError, match="'weight' isn't this state's master"):
+        ht.optimizer_step(state, torch.optim.SGD(params.values(), lr=1.0), params)
+
+
+@on_ranks(2)
+def test_losses_on_placeholders_frozen_placeholders_and_backwards_in_evaluate_are_refused(rank, world):
+    model = integers_(Chain())
+    state = ht.shard_module(model, fsdp_mesh(world), LAYERS)
+    with pytest.raises(TypeError, match="loss is on the meta device"):
+        ht.value_and_grad(lambda p: sum(w.square().sum() for w in model.parameters()))(state)
+
+    def differentiates(p, x, y):
+        with torch.enable_grad():
+            loss_of(ht.functional_call(model, p, x), y).backward()
+
+    with pytest.raises(PhaseError, match="inside evaluate"):
+        ht.evaluate(differentiates)(state, *batch(rank))
+    model.layers[0].up.weight.requires_grad_(False)
+    with pytest.raises(LayoutError, match=r"'layers\.0\.up\.weight' .* was frozen"):
+        step_of(model)(state, *batch(rank))
+
+
+@on_ranks(2)
+def test_a_recurrent_module_keeps_no_gathered_weights_after_a_step(rank, world):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    model = Model()
+    state = ht.shard_module(model, fsdp_mesh(world), ["lstm"])
+    step = ht.value_and_grad(lambda p, x: ht.functional_call(model, p, x).sum())
+    (_, _), state = step(state, torch.ones(2, 1, 4))
+    assert all(w.is_meta for w in model.lstm._flat_weights)
