@@ -6,6 +6,7 @@ goes through its tree's frame; everything else here changes settings or asks the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hsdp_fn import HSDPState, MixedPrecisionPolicy, OffloadPolicy, PolicyError, ReductionPolicy, describe
+from hsdp_fn import HSDPState, MeshError, MixedPrecisionPolicy, OffloadPolicy, PolicyError, ReductionPolicy, describe
 
 from .backend import TorchBackend
 from .group import Group, Settings, ShardPlacementFn
@@ -22,8 +23,8 @@ from .tree import Tree
 
 M = TypeVar("M", bound=nn.Module)
 
-_CLASSES: WeakKeyDictionary[type, type] = WeakKeyDictionary()
-_BACKENDS: WeakKeyDictionary[DeviceMesh, dict[OffloadPolicy, TorchBackend]] = WeakKeyDictionary()
+# The extended class refers to its original, so the value must not keep it.
+_CLASSES: WeakKeyDictionary[type, weakref.ref[type]] = WeakKeyDictionary()
 
 
 class HSDPModule:
@@ -46,7 +47,7 @@ class HSDPModule:
     @property
     def hsdp_state(self) -> HSDPState:
         """The explicit committed state of the whole tree. Exists from the first forward on."""
-        return _tree_of(self).state
+        return _existing_tree(self).state
 
     def describe(self) -> str:
         """The state as a table, for people."""
@@ -74,7 +75,7 @@ class HSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's gradients by ``factor`` instead of the number of data-parallel ranks. 1.0: a sum."""
         r = _group(self).settings.reduction
-        _group(self).settings.reduction = ReductionPolicy(r.op, float(factor), r.scaling_factor, r.unused)
+        _group(self).settings.reduction = ReductionPolicy(r.op, factor, r.scaling_factor, r.unused)
 
     def set_gradient_scaling_factor(self, factor: float | None = None) -> None:
         """Multiply this module's reduced gradients."""
@@ -85,7 +86,8 @@ class HSDPModule:
         """``"avg"`` or ``"sum"`` over the data-parallel ranks."""
         for group in _groups(self, recurse):
             r = group.settings.reduction
-            group.settings.reduction = ReductionPolicy(op.strip().lower(), r.divide_factor, r.scaling_factor, r.unused)
+            name = op.strip().lower() if isinstance(op, str) else op
+            group.settings.reduction = ReductionPolicy(name, r.divide_factor, r.scaling_factor, r.unused)
 
     def reset_iter_state(self) -> None:
         """Back to before the iteration, after an exception or at any moment: waits for what is in flight, reshards, and
@@ -94,10 +96,19 @@ class HSDPModule:
         Raises:
             RuntimeError: not called on the root.
         """
-        tree = _tree_of(self)
-        if tree.root is not cast(Any, self):
+        me = cast(Any, self)
+        tree: Tree | None = me.__dict__.get("_hsdp_tree")
+        if me.__dict__.get("_hsdp_inner") or (tree is not None and tree.root is not me):
             raise RuntimeError("reset_iter_state must be called on the root module")
-        tree.reset()
+        if tree is not None:
+            tree.reset()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Sharded DTensors that share the masters' memory, in any phase."""
+        tree: Tree | None = cast(Any, self).__dict__.get("_hsdp_tree")
+        if tree is not None:
+            tree.undo_failed_backward()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 def fully_shard(
@@ -147,20 +158,27 @@ def fully_shard(
         raise ValueError("fully_shard got an empty list of modules")
     if reshard_after_forward is not None:
         _require_bool("reshard_after_forward", reshard_after_forward)
-    mesh = mesh or _default_mesh()
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"mesh must be a DeviceMesh or None, found {mesh!r}")
+    mesh = mesh if mesh is not None else _default_mesh()
     settings = Settings(reshard_after_forward, mp_policy or MixedPrecisionPolicy(), ReductionPolicy())
     group = Group(modules, mesh, _backend(mesh, offload_policy or OffloadPolicy()), settings)
     group.shard(list(_own_parameters(modules)), ignored_params or (), replicate_params or (), shard_placement_fn)
     for m in modules:
         m.__dict__["_hsdp_group"] = group
         m.__class__ = _extended(type(m))
+        for below in m.modules():
+            if below is not m and isinstance(below, HSDPModule):
+                below.__dict__["_hsdp_inner"] = True
     return module
 
 
 def _extended(original: type) -> type:
-    found = _CLASSES.get(original)
+    known = _CLASSES.get(original)
+    found = known() if known is not None else None
     if found is None:
-        found = _CLASSES[original] = type(f"HSDP{original.__name__}", (HSDPModule, original), {})
+        found = type(f"HSDP{original.__name__}", (HSDPModule, original), {})
+        _CLASSES[original] = weakref.ref(found)
     return found
 
 
@@ -178,6 +196,13 @@ def _groups(module: Any, recurse: bool) -> Iterator[Group]:
         if isinstance(m, HSDPModule):
             seen.setdefault(id(_group(m)), _group(m))
     yield from seen.values()
+
+
+def _existing_tree(module: Any) -> Tree:
+    tree: Tree | None = module.__dict__.get("_hsdp_tree")
+    if tree is None:
+        raise RuntimeError("the state exists from the root's first forward on")
+    return tree
 
 
 def _tree_of(module: Any) -> Tree:
@@ -214,7 +239,8 @@ def _own_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module, 
 
 
 def _backend(mesh: DeviceMesh, offload: OffloadPolicy) -> TorchBackend:
-    backends = _BACKENDS.setdefault(mesh, {})
+    # On the mesh itself: meshes compare equal after their groups were destroyed and made anew.
+    backends: dict[OffloadPolicy, TorchBackend] = mesh.__dict__.setdefault("_hsdp_backends", {})
     if offload not in backends:
         backends[offload] = TorchBackend(mesh, offload_policy=offload)
     return backends[offload]

@@ -132,6 +132,10 @@ class Frame:
         try:
             with self._saved_params(index, full):
                 out = call(*args, **kwargs)
+        except BaseException:
+            if use.depth == 1 and self._reshards(index) and not self.in_backward:
+                self._reshard(index)
+            raise
         finally:
             use.depth -= 1
         if any(t._version != version for t, version in versions):

@@ -10,11 +10,14 @@ the hooks that were there before (activation checkpointing, offloading), or kept
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from hsdp_fn import PhaseError
 
 if TYPE_CHECKING:
     from .frame import Frame
@@ -29,7 +32,8 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        ctx.frame, ctx.index, ctx.counted = frame, index, not frame.in_backward
+        # Weak: the frame holds the outputs of this node. What watches a live graph keeps the frame.
+        ctx.frame, ctx.index, ctx.counted = weakref.ref(frame), index, not frame.in_backward
         ctx.set_materialize_grads(False)
         out = tuple([t.detach() for t in full])
         frozen = [t for t, spec in zip(out, frame.layout.units[index].params, strict=True) if not spec.requires_grad]
@@ -39,7 +43,12 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        ctx.frame.receive(ctx.index, grads, counted=ctx.counted)
+        frame = ctx.frame()
+        if frame is None:
+            raise PhaseError(
+                "the iteration that this graph belongs to was dropped; it can't be differentiated any more"
+            )
+        frame.receive(ctx.index, grads, counted=ctx.counted)
         return None, None, None, None
 
 

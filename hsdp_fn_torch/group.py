@@ -98,6 +98,11 @@ class Group:
             assert param is not None
             if id(param) in left_out:
                 continue
+            if (taken := getattr(param, "_hsdp_taken", None)) is not None:
+                raise LayoutError(
+                    f"parameter {name!r} is tied to {taken!r} of another fully_shard call, which would untie them; "
+                    f"give both modules to one call: fully_shard([a, b], ...)"
+                )
             known = [i for i, p in enumerate(originals) if p is param]
             if not known:
                 originals.append(param)
@@ -122,6 +127,8 @@ class Group:
             placement_fn=lambda spec: placements[spec.name],
         )
         unit = UnitState("", tuple(_master(b, originals, self.backend) for b in layout.units[0].buckets))
+        for param, (first, *_) in zip(originals, names, strict=True):
+            param._hsdp_taken = first  # type: ignore[attr-defined]  # whoever holds it still can tell
         self.layout, self.unit, self.slots = layout, unit, tuple(slots)
         self.params = tuple(self._sharded_parameters(layout.units[0], unit, originals))
         for table, local, at in slots:
@@ -171,6 +178,7 @@ class Group:
         Raises:
             RuntimeError: parameters are still on the meta device; names them.
         """
+        self.params = tuple([self._standing(i) for i in range(len(self.params))])
         if self._pointers() == self.pointers and not unit.master[0].is_meta:
             return unit
         if still := [plan.params[i].name for i, p in enumerate(self.params) if _local(p).is_meta]:
@@ -193,6 +201,16 @@ class Group:
         return UnitState(
             unit.name, tuple(masters), unit.full, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad
         )
+
+    def marks(self) -> list[object]:
+        """For each parameter its identity and its versions: an operator on the DTensor counts there, not below."""
+        params = [self._standing(i) for i in range(len(self.params))]
+        return [(id(p), p._version, _local(p)._version) for p in params]
+
+    def _standing(self, at: int) -> nn.Parameter:
+        """The parameter that stands in the modules now; loading with ``assign=True`` puts new ones there."""
+        table, local, _ = next(slot for slot in self.slots if slot[2] == at)
+        return table[local]  # type: ignore[no-any-return]
 
     def _pointers(self) -> tuple[int, ...]:
         return tuple([_local(p).data_ptr() for p in self.params])

@@ -42,6 +42,7 @@ class Tree:
         self.groups = [g for g in groups if g.layout is not None]
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.frame: Frame | None = None
+        self._begun: list[object] = []  # the parameters' versions when the frame began
         self._calls = 0
         self._tables = Tables([g.slots for g in self.groups], root.modules())
         self._backend = groups[0].backend
@@ -66,7 +67,9 @@ class Tree:
                 return call(*args, **kwargs)
             return frame.run(self.indices[id(group)], call, args, kwargs, final=final)
         except BaseException:
-            if not frame.in_backward:  # in backward the engine reports it, and the next forward finds the frame
+            # Inside, the caller may catch it and go on; in backward the engine reports it, and the next forward or
+            # state_dict finds the frame.
+            if self._calls == 1 and not frame.in_backward:
                 self.drop()
             raise
         finally:
@@ -92,20 +95,32 @@ class Tree:
         self.state = HSDPState(units, s.layout, s.backend, s.step, 0, (), Token())
 
     def _running(self) -> Frame:
+        self.undo_failed_backward()
         frame = self.frame
-        if frame is not None and frame.in_backward and not torch._C._current_graph_task_id() >= 0:
-            warnings.warn(
-                "the last backward didn't end, so it is undone: its gradients are dropped and forward starts anew",
-                stacklevel=4,
-            )
-            self.drop()
+        if frame is not None and self._calls == 0 and not frame.in_backward and self._versions() != self._begun:
+            self.drop()  # a forward was left over, and the parameters have changed since
             frame = None
         if frame is None:
             self._refresh()
             syncs = [g.settings.sync for g in self.groups]
             frame = Frame(self.state, syncs, tables=self._tables, on_backward=self._backward_begins)
             self.frame = frame
+            self._begun = self._versions()
         return frame
+
+    def undo_failed_backward(self) -> None:
+        """Drop a frame whose backward raised: its end was never called."""
+        frame = self.frame
+        if frame is not None and frame.in_backward and torch._C._current_graph_task_id() < 0:
+            warnings.warn(
+                "the last backward didn't end, so it is undone: its gradients are dropped and forward starts anew",
+                stacklevel=4,
+            )
+            self.drop()
+
+    def _versions(self) -> list[object]:
+        """What changes when somebody updates or replaces a parameter."""
+        return [fact for g in self.groups for fact in g.marks()]
 
     def _refresh(self) -> None:
         """Follow what has changed outside: settings, frozen parameters, replaced local tensors."""
@@ -138,6 +153,8 @@ class Tree:
         )
 
     def _backward_begins(self) -> None:
+        if self.frame is not None:
+            self.frame.syncs = tuple([g.settings.sync for g in self.groups])
         Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:

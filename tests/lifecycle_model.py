@@ -74,7 +74,7 @@ class UnitModel:
         if sync is Sync.NONE:
             self.whole = total or None
             return []
-        if case.layout.reduction.unused == "zeros":
+        if self.plan.reduction.unused == "zeros":
             zeros = {n: np.zeros((case.mesh.size, *case.places[n][1].spec.shape)) for n in names}
             total = add(zeros, total)
         if not total and (sync is Sync.SHARD or self.partial is None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import permutations, product
 from math import frexp, prod
 from typing import Any
@@ -79,9 +79,10 @@ class Case:
 
     def __repr__(self) -> str:
         """What a person needs to see why a case fails."""
-        lines = [f"Case(seed={self.seed}, {self.mesh}, {self.layout.reduction}"]
+        lines = [f"Case(seed={self.seed}, {self.mesh}"]
         for unit in self.layout.units:
-            lines.append(f"    unit {unit.title}: {unit.mp_policy}, reshard_after_forward={unit.reshard_after_forward}")
+            policies = f"{unit.mp_policy}, {unit.reduction}, reshard_after_forward={unit.reshard_after_forward}"
+            lines.append(f"    unit {unit.title}: {policies}")
             for bucket in unit.buckets:
                 where = f"sharded over {bucket.mesh.shard}, replicated over {bucket.mesh.replicate}"
                 lines += [f"        {m.spec} dim {m.dim} {where}" for m in bucket.params.members]
@@ -97,6 +98,11 @@ class Case:
         return {m.spec.name: (b, m) for unit in self.layout.units for b in unit.buckets for m in b.params.members}
 
     @cached_property
+    def reductions(self) -> dict[str, ReductionPolicy]:
+        """Policy of each parameter: its unit's."""
+        return {p.name: unit.reduction for unit in self.layout.units for p in unit.params}
+
+    @cached_property
     def trainable(self) -> tuple[str, ...]:
         return tuple(name for name, (_, m) in self.places.items() if m.spec.requires_grad)
 
@@ -107,7 +113,7 @@ class Case:
 
     def scale(self, name: str) -> float:
         """What the sum over data-parallel ranks is multiplied by."""
-        r, mesh = self.layout.reduction, self.mesh
+        r, mesh = self.reductions[name], self.mesh
         ranks = prod(n for n, axis in zip(mesh.shape, mesh.names, strict=True) if axis in mesh.shard + mesh.replicate)
         divisor = r.divide_factor or (ranks if r.op == "avg" else 1)
         return (r.scaling_factor or 1.0) / divisor
@@ -261,12 +267,17 @@ def layouts(draw: st.DrawFn, max_world: int = 8) -> Layout:
         dims = [Shard(d) for d in range(-len(spec.shape), len(spec.shape))]
         placements[spec.name] = draw(st.sampled_from([None, None, Replicate(), *dims]))
     left_out = [ParamSpec("skipped", (3, 2), "float32")] if draw(st.booleans()) else []
-    own = st.sampled_from([None, None, MixedPrecisionPolicy(reduce_dtype="float32")])
-    reshard = st.sampled_from([None, True, False])
+    own = st.builds(
+        partial,
+        st.just(UnitSpec),
+        reshard_after_forward=st.sampled_from([None, True, False]),
+        mp_policy=st.sampled_from([None, None, MixedPrecisionPolicy(reduce_dtype="float32")]),
+        reduction=st.sampled_from([None, None, ReductionPolicy("sum", unused="zeros"), ReductionPolicy("sum", 2.0)]),
+    )
     return plan_layout(
         draw(st.permutations([*params, *left_out])),
         draw(meshes(max_world)),
-        [UnitSpec(n, reshard_after_forward=draw(reshard), mp_policy=draw(own)) for n in names],
+        [draw(own)(name) for name in names],
         mp_policy=draw(precisions),
         reduction=draw(reductions),
         prefetch=PrefetchPolicy(backward=draw(st.integers(0, 2))),

@@ -216,23 +216,39 @@ def test_the_faults_of_a_program_are_all_its_launches_and_waits() -> None:
     assert left == [3, 3, 3, 2, 2, 2, 1, 1, 1, 3, 3, 3, 1, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("finish", [h.wait, h.grads, lambda s: h.reset_iter(s, keep=Keep.ACCUMULATED)])
-def test_finishing_again_after_a_fault_doesnt_count_any_gradient_twice(finish: Any) -> None:
-    """The first unit is finished when the second fails; on a backend that reduces in place its sum is gone unless it
-    was kept."""
-    grads = KNOWN.grads(0)
-    for kind, k in [("launch", k) for k in range(3)] + [("wait", k) for k in range(6)]:
-        backend = Probe(KNOWN.mesh, in_place=True)
-        state = h.shard(KNOWN.params(), KNOWN.layout, backend=backend)
-        state = h.reduce_grads(state, grads, async_op=True)
-        backend.fault = (kind, backend.calls[kind] + k)
-        with pytest.raises(InjectedFault):
-            finish(state)
-        assert backend.in_flight <= handles(state)
-        _, rows = h.grads(state)
-        for name, row in rows.items():
-            assert row is not None
-            KNOWN.assert_gradient(name, row, np.asarray(grads[name]))
+FINISH = {
+    "wait": h.wait,
+    "grads": h.grads,
+    "reset_iter": lambda s: h.reset_iter(s, keep=Keep.ACCUMULATED),
+    "reduce_grads": lambda s: h.reduce_grads(s, None),
+}
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec.fsdp(4), MeshSpec.hsdp(2, 2), MeshSpec.replicated(4)])
+@pytest.mark.parametrize(
+    ("sync", "finish"), [(Sync.FULL, f) for f in FINISH if f != "reduce_grads"] + [(Sync.SHARD, "reduce_grads")]
+)
+def test_finishing_again_after_a_fault_doesnt_count_any_gradient_twice(sync: Sync, finish: str, mesh: MeshSpec) -> None:
+    """The first unit is finished when a later one fails; on a backend that works in place its sum is gone unless it was
+    kept."""
+    case = Case(h.plan_layout(SPECS, mesh, ["a", "b"]), 1)
+    grads = case.grads(0)
+    for kind in ("launch", "wait"):
+        for k in count():
+            backend = Probe(mesh, in_place=True)
+            state = h.shard(case.params(), case.layout, backend=backend)
+            state = h.reduce_grads(state, grads, sync=sync, async_op=sync is Sync.FULL)
+            backend.fault = (kind, backend.calls[kind] + k)
+            try:
+                FINISH[finish](state)
+                break  # finishing has no k-th launch or wait
+            except InjectedFault:
+                assert backend.in_flight <= handles(state)
+            if sync is Sync.SHARD:
+                state = FINISH[finish](state)
+            for name, row in h.grads(state)[1].items():
+                assert row is not None
+                case.assert_gradient(name, row, np.asarray(grads[name]))
 
 
 def test_a_reduction_that_failed_for_good_cant_be_kept_but_can_be_dropped() -> None:

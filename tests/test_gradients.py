@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,20 @@ def test_the_accumulators_dtype_is_the_layouts_whatever_arrives_first() -> None:
 # ------------------------------------------------------------------------------------------------------------ unused
 
 
+@pytest.mark.parametrize("mesh", [MeshSpec.fsdp(2), MeshSpec.hsdp(2, 2), MeshSpec.replicated(2)])
+@pytest.mark.parametrize(("first", "second"), list(product(Sync, Sync)))
+def test_parameters_used_in_different_microbatches_all_have_a_gradient(
+    first: Sync, second: Sync, mesh: MeshSpec
+) -> None:
+    specs = [ParamSpec(n, (3,), "float32") for n in ("early", "late", "never")]
+    case = Case(h.plan_layout(specs, mesh), 0)
+    micros = [case.grads(0, {"late", "never"}), case.grads(1, {"early", "never"})]
+    rows = run(case, (micros[0], first), (micros[1], second), (None, FULL))
+    case.assert_gradient("early", rows["early"], np.asarray(micros[0]["early"]))
+    case.assert_gradient("late", rows["late"], np.asarray(micros[1]["late"]))
+    assert rows["never"] is None
+
+
 @given(cases(), st.data(), st.sampled_from([NONE, SHARD, FULL]), st.booleans())
 def test_a_parameter_without_any_gradient_is_none_or_zeros_as_the_policy_says(
     case: Case, data: st.DataObject, mode: Sync, async_op: bool
@@ -218,7 +233,7 @@ def test_a_parameter_without_any_gradient_is_none_or_zeros_as_the_policy_says(
             assert row is not None
             if case.exact or len(parts) == 1 or mode is not FULL:
                 case.assert_gradient(name, row, sum(parts))
-        elif case.layout.reduction.unused == "none":
+        elif case.reductions[name].unused == "none":
             assert row is None
         else:
             assert row.dtype == case.places[name][1].spec.dtype
@@ -237,7 +252,7 @@ def test_a_unit_issues_collectives_for_buckets_with_a_gradient_only_unless_zeros
     expected = []
     for unit in case.layout.units:
         names = {p.name for p in unit.trainable}
-        used = names if case.layout.reduction.unused == "zeros" else names - skipped
+        used = names if unit.reduction.unused == "zeros" else names - skipped
         taking = [b for b in unit.buckets if any(m.spec.name in used for m in b.params.members)]
         # Buckets without a shard group are all-reduced at once, the others after their reduce-scatter.
         expected += [c for b in taking if (c := b.reduce_scatter or b.all_reduce)]

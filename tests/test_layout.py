@@ -36,11 +36,7 @@ from hsdp_fn.layout import Flat
 from tests.strategies import chunks, layouts
 
 ITEMSIZE = {"float16": 2, "float32": 4, "float64": 8, "int64": 8}
-SMALL_SHAPES = [
-    *product(range(13)),
-    *product(range(8), range(4)),
-    *product(range(4), range(1, 6), range(1, 3)),
-]
+SMALL_SHAPES = [*product(range(13)), *product(range(8), range(4)), *product(range(4), range(1, 6), range(1, 3))]
 
 
 def plan(*specs: ParamSpec, world: int = 2, units: tuple[str | UnitSpec, ...] = (), **kwargs: Any) -> Layout:
@@ -187,6 +183,17 @@ def test_a_unit_may_gather_modules_that_share_no_prefix() -> None:
     }
 
 
+def test_a_units_own_policies_win_over_the_layouts() -> None:
+    specs = [ParamSpec(n, (4,), "float32") for n in ("head.w", "a.w", "b.w")]
+    half, full = MixedPrecisionPolicy("float16"), MixedPrecisionPolicy("float32")
+    mean, total = ReductionPolicy(), ReductionPolicy("sum")
+    own = UnitSpec("a", reshard_after_forward=False, mp_policy=full, reduction=mean)
+    layout = plan(*specs, units=(own, "b"), mp_policy=half, reduction=total, reshard_after_forward=True)
+    found = {u.name: (u.mp_policy, u.reduction, u.reshard_after_forward) for u in layout.units}
+    assert found == {ROOT: (half, total, True), "a": (full, mean, False), "b": (half, total, True)}
+    assert [u.buckets[0].compute_dtype for u in layout.units] == ["float16", "float32", "float16"]
+
+
 def test_tied_weights_belong_to_one_unit_under_both_names() -> None:
     tied = ParamSpec("embed.w", (4,), "float32", aliases=("head.w",))
     layout = plan(tied, ParamSpec("mid.w", (4,), "float32"), units=(UnitSpec("ends", ("embed", "head")), "mid"))
@@ -274,6 +281,7 @@ def test_the_digest_changes_with_every_fact_that_ranks_must_agree_on() -> None:
         plan_layout([w, b], mesh, **base, placement_fn=lambda s: Shard(-1)),
         plan_layout([w, b], mesh, **base, mp_policy=MixedPrecisionPolicy("float16")),
         plan_layout([w, b], mesh, **base, reduction=ReductionPolicy("sum")),
+        plan_layout([w, b], mesh, [UnitSpec("a", reduction=ReductionPolicy("sum"))]),
         plan_layout([w, b], mesh, **base, prefetch=PrefetchPolicy(2, 1)),
         plan_layout([w, b], mesh, **base, offload_policy=hsdp_fn.CPUOffloadPolicy()),
     ]
@@ -314,6 +322,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a mesh of no kind": (lambda: plan_layout([A], 2), "mesh"),
     "precision of no kind": (lambda: plan(A, mp_policy="float16"), "mp_policy"),
     "precision of no kind, for one": (lambda: plan(A, units=(UnitSpec("a", mp_policy="half"),)), "'a'.*mp_policy"),
+    "a reduction of no kind, for one": (lambda: plan(A, units=(UnitSpec("a", reduction="sum"),)), "'a'.*reduction"),
     "a reduction of no kind": (lambda: plan(A, reduction="sum"), "reduction"),
     "a prefetch of no kind": (lambda: plan(A, prefetch=2), "prefetch"),
     "an offload of no kind": (lambda: plan(A, offload_policy=True), "offload_policy"),
