@@ -108,6 +108,14 @@ class Lifecycle(RuleBasedStateMachine):
                 if name in total:
                     self.case.assert_gradient(name, rows[name], total[name])
 
+    @rule(sync=st.sampled_from(Sync), unused=st.sampled_from(["none", "some"]))
+    def finish_step(self, sync: Sync, unused: str) -> None:
+        """One more microbatch, then whatever it takes to have the gradients of all."""
+        self.wait(None)
+        self.reduce(None, sync, False, unused)
+        self.reduce(None, Sync.FULL, True, "nothing given")
+        self.grads()
+
     @rule(load=st.booleans(), some=st.booleans())
     def new_masters(self, load: bool, some: bool) -> None:
         self.drawn += 1
