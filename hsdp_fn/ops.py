@@ -177,6 +177,8 @@ def reduce_grads(
         raise TypeError(f"reduce_grads: sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
     selected = state.layout.select(units)
     rows = None if grads is None else _check_grads(state, selected, grads)
+    if rows is not None and sync is Sync.NONE:  # what is held must not change with the caller's tensors
+        rows = {unit: [None if g is None else state.backend.clone(g) for g in row] for unit, row in rows.items()}
 
     def reduce(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
         given = None if rows is None else rows[plan.name]

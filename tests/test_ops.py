@@ -240,3 +240,15 @@ def test_a_keep_of_another_type_is_refused_and_never_guessed(wrong: Any) -> None
     state = h.reduce_grads(start(), CASE.grads(0), sync=Sync.NONE)
     with refused(state, (HSDPError, TypeError)):
         h.reset_iter(state, keep=wrong)
+
+
+def test_gradients_that_are_held_do_not_change_with_the_tensors_they_were_given_as() -> None:
+    mesh = h.MeshSpec.fsdp(2)
+    layout = h.plan_layout([h.ParamSpec("w", (2, 3), "float32")], mesh)
+    ones = np.ones((2, 2, 3), "float32")  # in accumulation dtype already, so that no cast copies it
+    state = h.shard({"w": ones}, layout, backend=Probe(mesh))
+    given = ones.copy()
+    held = h.reduce_grads(state, {"w": given}, sync=Sync.NONE)
+    given[...] = 7
+    _, found = h.grads(h.reduce_grads(held, None))
+    assert found["w"] is not None and (found["w"] == 1).all()
