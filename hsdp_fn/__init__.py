@@ -20,7 +20,7 @@ from .errors import (
 from .inspect import describe, diff, memory_bytes
 from .layout import ROOT, Collective, Layout, ParamSpec, Replicate, Shard, UnitSpec
 from .lifecycle import GradPhase, ParamPhase
-from .mesh import MeshSpec
+from .mesh import DataParallelMeshDims, MeshSpec
 from .ops import (
     apply_updates,
     clone,
@@ -54,6 +54,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Collective",
     "CommTotal",
+    "DataParallelMeshDims",
     "GradPhase",
     "GradShards",
     "GradientError",

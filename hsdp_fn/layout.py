@@ -1,8 +1,9 @@
 """Who owns which rows: parameters, units, buckets, offsets and padding, as plain records.
 
 A *unit* is the set of parameters gathered together just before use. Inside a unit, parameters that share mesh and
-dtype form a *bucket*: one flat shard, one all-gather, one reduce-scatter. `planner.plan_layout` makes layouts; every
-rank makes the same one, and `Layout.digest` lets them verify it.
+dtype form a *bucket*: one flat shard, one all-gather, one reduce-scatter (in a unit that isn't fused, each parameter is
+a bucket of its own). `planner.plan_layout` makes layouts; every rank makes the same one, and `Layout.digest` lets them
+verify it.
 
 Sharding follows ``torch.chunk`` on one dim: each of ``S`` ranks owns ``ceil(n / S)`` rows, trailing ranks own fewer or
 none. In a flat shard every rank stores the full ``ceil(n / S)`` rows, the missing ones as zeros, so that collectives
@@ -89,6 +90,8 @@ class UnitSpec:
             the layout's default.
         mp_policy: mixed precision of this unit; None takes the layout's.
         reduction: how its gradients are reduced; None takes the layout's.
+        fused: one collective of a kind for all parameters that share mesh and dtype, instead of one a parameter; None
+            takes the layout's default.
     """
 
     name: str
@@ -96,6 +99,7 @@ class UnitSpec:
     reshard_after_forward: bool | None = None
     mp_policy: MixedPrecisionPolicy | None = None
     reduction: ReductionPolicy | None = None
+    fused: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +191,16 @@ class Collective:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters of one unit with one mesh and one master dtype.
+    """Parameters of one unit with one mesh and one master dtype; a single one in a unit that isn't fused.
 
     Attributes:
         index: position in the unit.
         mesh: which axes shard and replicate these parameters.
-        dtype: of masters and of the gradients handed to the optimizer.
+        dtype: of masters.
         compute_dtype: in which they are gathered and used.
         reduce_dtype: in which gradients are reduced.
+        grad_dtype: of the gradients handed to the optimizer: ``dtype``, or ``reduce_dtype`` with
+            `MixedPrecisionPolicy.apply_grad_on_fp32_main_grad`.
         params: all members; ``grads``: the trainable ones (the same object when all are), None when there is none.
         gather, reduce_scatter, all_reduce: the collectives that it issues; None where the group has one rank or
             there is no element.
@@ -205,6 +211,7 @@ class Bucket:
     dtype: str
     compute_dtype: str
     reduce_dtype: str
+    grad_dtype: str
     params: Flat
     grads: Flat | None
     gather: Collective | None
@@ -213,8 +220,8 @@ class Bucket:
 
     @cached_property
     def acc_dtype(self) -> str:
-        """Dtype in which gradients of several microbatches add up: the wider of master and reduction."""
-        return wider(self.dtype, self.reduce_dtype)
+        """Dtype in which gradients of several microbatches add up: the wider of finished gradient and reduction."""
+        return wider(self.grad_dtype, self.reduce_dtype)
 
 
 @dataclass(frozen=True, eq=False)

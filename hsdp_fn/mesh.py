@@ -148,3 +148,49 @@ class MeshSpec:
         for n, c in zip(self.shape, coordinate, strict=True):
             index = index * n + c
         return self.ranks[index]
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelMeshDims:
+    """Which dims of a larger device mesh carry data parallelism, by name.
+
+    Attributes:
+        shard: the dim that splits parameters, or several that act as one, flattened in this order; None for none.
+        replicate: the dim or dims that repeat the shards, likewise.
+
+    Raises:
+        MeshError: (a `ValueError`) naming the field: neither is set, no name, a name given twice or in both.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for role in ("shard", "replicate"):
+            value = getattr(self, role)
+            if value is None:
+                continue
+            names = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+            if not names or any(not isinstance(name, str) or not name for name in names):
+                raise MeshError(f"{role} must be a dim's name, a non-empty tuple of names, or None, found {value!r}")
+            if double := sorted({name for name in names if names.count(name) > 1}):
+                raise MeshError(f"{role} names dims {double} twice: {value!r}")
+            object.__setattr__(self, role, value if isinstance(value, str) else names)
+        if self.shard is None and self.replicate is None:
+            raise MeshError("at least one of shard and replicate must name a dim: without, nothing is data parallel")
+        if both := sorted(set(self.shard_names) & set(self.replicate_names)):
+            raise MeshError(f"dims {both} are in both shard and replicate; a dim has one role")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The dims that split parameters, in order; empty where none does."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The dims that repeat the shards, in order; empty where none does."""
+        return _names(self.replicate)
+
+
+def _names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if dims is None else (dims,) if isinstance(dims, str) else dims

@@ -199,7 +199,8 @@ def grads(state: HSDPState) -> tuple[HSDPState, dict[str, Tensor | None]]:
 
     Returns:
         The state without them, and for each trainable parameter this rank's rows of the gradient (shape of the local
-        shard, master dtype, scaled by the layout's `ReductionPolicy`), or None where no microbatch used it.
+        shard, master dtype or with `MixedPrecisionPolicy.apply_grad_on_fp32_main_grad` reduce dtype, scaled by the
+        layout's `ReductionPolicy`), or None where no microbatch used it.
 
     Raises:
         PhaseError: a unit holds microbatches that aren't fully reduced.

@@ -35,6 +35,7 @@ def plan_layout(
     reduction: ReductionPolicy | None = None,
     prefetch: PrefetchPolicy | None = None,
     reshard_after_forward: bool | None = None,
+    fused: bool = True,
     placement_fn: Callable[[ParamSpec], Placement | None] | None = None,
     ignored: Iterable[str] = (),
 ) -> Layout:
@@ -47,6 +48,8 @@ def plan_layout(
         mp_policy, offload_policy, reduction, prefetch: policies; None takes each class's defaults.
         reshard_after_forward: default of units. None means True for named units and False for the root, whose
             parameters are needed again at once in backward (FSDP2's rule).
+        fused: default of units. True puts parameters of one mesh and dtype into one bucket; False makes each parameter
+            a bucket: one all-gather, one reduce-scatter and (HSDP) one all-reduce a parameter.
         placement_fn: called once a parameter; `Shard`, `Replicate`, or None for ``Shard(0)``.
         ignored: names of parameters to leave out.
 
@@ -80,8 +83,11 @@ def plan_layout(
             reshard = unit.name != ROOT if reshard_after_forward is None else reshard_after_forward
         if not isinstance(reshard, bool):
             raise LayoutError(f"unit {unit.name!r}: reshard_after_forward must be a bool, found {reshard!r}")
+        fuse = fused if unit.fused is None else unit.fused
+        if not isinstance(fuse, bool):
+            raise LayoutError(f"unit {unit.name!r}: fused must be a bool, found {fuse!r}")
         mp = unit.mp_policy or default_mp
-        buckets = _plan_buckets(unit.name, members, mesh, mp, placement_fn)
+        buckets = _plan_buckets(unit.name, members, mesh, mp, fuse, placement_fn)
         plans.append(
             UnitLayout(
                 unit.name,
@@ -183,9 +189,10 @@ def _plan_buckets(
     specs: Sequence[ParamSpec],
     mesh: MeshSpec,
     mp: MixedPrecisionPolicy,
+    fused: bool,
     placement_fn: Callable[[ParamSpec], Placement | None] | None,
 ) -> tuple[Bucket, ...]:
-    groups: dict[tuple[MeshSpec, str], list[tuple[int, ParamSpec, int]]] = {}
+    groups: dict[tuple[MeshSpec, str, int], list[tuple[int, ParamSpec, int]]] = {}
     for index, spec in enumerate(specs):
         placement = (placement_fn(spec) if placement_fn else None) or Shard(0)
         if not spec.shape:
@@ -198,9 +205,10 @@ def _plan_buckets(
             raise LayoutError(f"placement of {spec.name!r} must be Shard, Replicate or None, found {placement!r}")
         if not is_compute_float(spec.dtype) and spec.requires_grad:
             raise LayoutError(f"parameter {spec.name!r} of dtype {spec.dtype} can't require gradients; freeze it")
-        groups.setdefault((where, spec.dtype), []).append((index, spec, dim))
+        groups.setdefault((where, spec.dtype, 0 if fused else index), []).append((index, spec, dim))
     return tuple(
-        _plan_bucket(unit, i, where, dtype, members, mp) for i, ((where, dtype), members) in enumerate(groups.items())
+        _plan_bucket(unit, i, where, dtype, members, mp)
+        for i, ((where, dtype, _), members) in enumerate(groups.items())
     )
 
 
@@ -230,6 +238,7 @@ def _plan_bucket(
         dtype,
         compute,
         reduce,
+        reduce if mp.apply_grad_on_fp32_main_grad else dtype,
         params,
         grads,
         gather=collective("all_gather", compute, params, shard, shard),

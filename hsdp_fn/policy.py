@@ -43,16 +43,19 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: dtype in which parameters are gathered and used; None keeps each parameter's own. Masters,
-            gradients handed to the optimizer and optimizer state stay in the parameter's own dtype.
+            optimizer state and (see below) gradients handed to the optimizer stay in the parameter's own dtype.
         reduce_dtype: dtype of the reduce-scatter and all-reduce; None reduces in the compute dtype.
         output_dtype: floating tensors returned by the unit are cast to this; None leaves them.
         cast_forward_inputs: cast floating tensors among the unit's arguments to ``param_dtype``.
+        apply_grad_on_fp32_main_grad: leave finished gradients in the reduce dtype (the "main gradient", float32 beside
+            bfloat16 parameters) instead of rounding them to the parameter's own; microbatches add up in it as well.
     """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
+    apply_grad_on_fp32_main_grad: bool = False
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -66,8 +69,10 @@ class MixedPrecisionPolicy:
             if not is_compute_float(name):
                 raise PolicyError(f"{field} must be one of {COMPUTE_FLOATS} or None, found {value!r}")
             object.__setattr__(self, field, name)
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise PolicyError(f"cast_forward_inputs must be a bool, found {self.cast_forward_inputs!r}")
+        for field in ("cast_forward_inputs", "apply_grad_on_fp32_main_grad"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise PolicyError(f"{field} must be a bool, found {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class ReductionPolicy:
         op: ``"avg"`` divides the sum by the number of data-parallel ranks; ``"sum"`` doesn't.
         divide_factor: divides by this instead (overrides ``op``). Exactly 1.0 costs no division.
         scaling_factor: multiplies the result, after the division.
-        unused: what a trainable parameter without a gradient becomes. ``"none"`` leaves it without one, and a unit
+        unused: what a trainable parameter without a gradient becomes. ``"none"`` leaves it without one, and a bucket
             none of whose parameters has one issues no collective; every rank must then use the same parameters, as a
             rank that didn't use one keeps its rows of it unchanged. ``"zeros"`` reduces zeros, in one order of units,
             so that ranks which use different units still reduce the same. (Their gathers must match too: gather such

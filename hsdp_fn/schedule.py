@@ -14,8 +14,8 @@ def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = Tr
     """The collectives of one microbatch in the order in which they are issued.
 
     Holds when the units run once each, in the layout's order, inside the root, and every trainable parameter gets a
-    gradient. For ``U`` units and a root: with resharding ``2U + 1`` gathers and ``U + 1`` reduce-scatters, else
-    ``U + 1`` of each.
+    gradient. For ``U`` units and a root, of one bucket each: with resharding ``2U + 1`` gathers and ``U + 1``
+    reduce-scatters, else ``U + 1`` of each.
 
     Args:
         sync: how far gradients are reduced.

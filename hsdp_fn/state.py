@@ -139,7 +139,7 @@ class UnitState:
         acc_partial: gradients of microbatches with ``Sync.SHARD``, reduced over the shard group only, not yet divided,
             in accumulation dtype. Can't be derived.
         reducing: a reduction in flight, else None.
-        grad: the finished gradient, scaled, in master dtype, waiting for `grads`.
+        grad: the finished gradient, scaled, in each bucket's ``grad_dtype``, waiting for `grads`.
     """
 
     name: str

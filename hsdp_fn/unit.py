@@ -257,8 +257,8 @@ def _finished(
             flats.append(before)
             continue
         _, after = plan.reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
-        total = backend.store(total, bucket.dtype, after, donate=mine[i])
-        flats.append(total if before is None else backend.add(before, total, bucket.dtype))
+        total = backend.store(total, bucket.grad_dtype, after, donate=mine[i])
+        flats.append(total if before is None else backend.add(before, total, bucket.grad_dtype))
     if old is not None:
         present = _either(present, old.present)
     return UnitState(unit.name, unit.master, unit.full, None, None, None, GradShards(tuple(flats), present))

@@ -56,27 +56,29 @@ def shard_of(plan: FlatPlan, params: Sequence[Tensor], out: Tensor) -> None:
         out.as_strided(shape, stride, offset).copy_(param.narrow(member.dim, start, stop - start))
 
 
-def unpack(plan: FlatPlan, gathered: Tensor, allocate: Allocate) -> tuple[Tensor, ...]:
+def unpack(plan: FlatPlan, gathered: Tensor, allocate: Allocate, *, copy: bool = False) -> tuple[Tensor, ...]:
     """The all-gather's output to full parameters, contiguous and without padding.
 
-    They are views of one buffer: ``gathered`` itself where it already has them in place, else a new one.
+    They are views of one buffer: ``gathered`` itself where it already has them in place (one rank owns everything, or
+    one parameter is split on dim 0, so that all padding is at the end), else a new one; with ``copy`` always a new one.
     """
     ranks = plan.flat.shard_size
-    if plan.rows_on_dim0 and (ranks == 1 or len(plan.sizes) == 1):
-        buffer = gathered
+    if not copy and (ranks == 1 or (plan.rows_on_dim0 and len(plan.sizes) == 1)):
+        buffer, start = gathered, gathered.storage_offset()
     else:
         buffer = allocate(gathered.numel(), gathered.dtype)
+        start = buffer.storage_offset()
         pieces = gathered.view(ranks, -1)
         if plan.rows_on_dim0:
             targets = [
-                buffer.as_strided((ranks, n), (n, 1), offset)
+                buffer.as_strided((ranks, n), (n, 1), start + offset)
                 for n, (_, _, offset) in zip(plan.sizes, plan.full, strict=True)
             ]
             torch.split_with_sizes_copy(pieces, plan.sizes, 1, out=targets)
         else:
-            for member, place in zip(plan.flat.members, plan.full, strict=True):
-                _unpack_member(member, ranks, pieces, buffer.as_strided(*place))
-    return tuple([buffer.as_strided(*place) for place in plan.full])
+            for member, (shape, stride, offset) in zip(plan.flat.members, plan.full, strict=True):
+                _unpack_member(member, ranks, pieces, buffer.as_strided(shape, stride, start + offset))
+    return tuple([buffer.as_strided(shape, stride, start + offset) for shape, stride, offset in plan.full])
 
 
 def pack(plan: FlatPlan, grads: Sequence[Tensor | None], out: Tensor) -> None:

@@ -103,6 +103,17 @@ class Case:
         return {p.name: unit.reduction for unit in self.layout.units for p in unit.params}
 
     @cached_property
+    def grad_dtypes(self) -> dict[str, str]:
+        """Dtype of each parameter's finished gradient: its own, or the reduction's where the policy keeps that."""
+        out = {}
+        for unit in self.layout.units:
+            mp = unit.mp_policy
+            for p in unit.params:
+                reduced = mp.reduce_dtype or mp.param_dtype or p.dtype
+                out[p.name] = reduced if mp.apply_grad_on_fp32_main_grad else p.dtype
+        return out
+
+    @cached_property
     def trainable(self) -> tuple[str, ...]:
         return tuple(name for name, (_, m) in self.places.items() if m.spec.requires_grad)
 
@@ -157,11 +168,11 @@ class Case:
         return out
 
     def mean(self, name: str, total: Array) -> Array:
-        """This rank's rows of the gradient, in master dtype, from the per-rank sums over microbatches."""
+        """This rank's rows of the gradient, in its finished dtype, from the per-rank sums over microbatches."""
         axes = self.mesh.shard + self.mesh.replicate
         whole = total.astype("float64")
         summed = np.stack([whole[peers(self.mesh, p, axes)].sum(0) for p in range(self.mesh.size)])
-        return self.local(name, summed * self.scale(name)).astype(self.places[name][1].spec.dtype)
+        return self.local(name, summed * self.scale(name)).astype(self.grad_dtypes[name])
 
     def assert_gradient(self, name: str, found: Array, total: Array) -> None:
         """``found`` is the gradient of ``total``: exactly, or to rounding where a multiplier is no power of two."""
@@ -253,7 +264,8 @@ reductions = st.builds(
     scaling_factor=st.sampled_from([None, None, 2.0, 0.25]),
     unused=st.sampled_from(["none", "zeros"]),
 )
-precisions = st.builds(
+precisions = partial(
+    st.builds,
     MixedPrecisionPolicy,
     param_dtype=st.sampled_from([None, None, "float16", "float32"]),
     reduce_dtype=st.sampled_from([None, None, "float16", "float32", "float64"]),
@@ -265,9 +277,10 @@ _UNITS = ("layers.1", "layers.10", "layers.1.sub")
 
 
 @st.composite
-def layouts(draw: st.DrawFn, max_world: int = 8) -> Layout:
+def layouts(draw: st.DrawFn, max_world: int = 8, *, main_grads: bool = False) -> Layout:
     """A planned model: a root, up to three units whose names are prefixes of each other, some parameters ignored or
-    replicated, some split on other dims."""
+    replicated, some split on other dims; units fused or not. With ``main_grads`` finished gradients may have another
+    dtype than masters."""
     names = draw(st.sampled_from([u for n in range(4) for u in permutations(_UNITS, n)]))
     owners = [*names, "embed"] if not names or draw(st.booleans()) else names
     params = [draw(specs(f"{o}.p{i}")) for o in owners for i in range(draw(st.sampled_from([1, 2, 2, 3])))]
@@ -282,22 +295,24 @@ def layouts(draw: st.DrawFn, max_world: int = 8) -> Layout:
         reshard_after_forward=st.sampled_from([None, True, False]),
         mp_policy=st.sampled_from([None, None, MixedPrecisionPolicy(reduce_dtype="float32")]),
         reduction=st.sampled_from([None, None, ReductionPolicy("sum", unused="zeros"), ReductionPolicy("sum", 2.0)]),
+        fused=st.sampled_from([None, None, True, False]),
     )
     return plan_layout(
         draw(st.permutations([*params, *left_out])),
         draw(meshes(max_world)),
         [draw(own)(name) for name in names],
-        mp_policy=draw(precisions),
+        mp_policy=draw(precisions(apply_grad_on_fp32_main_grad=st.booleans() if main_grads else st.just(False))),
         reduction=draw(reductions),
         prefetch=PrefetchPolicy(backward=draw(st.integers(0, 2))),
+        fused=draw(st.booleans()),
         placement_fn=lambda spec: placements[spec.name],
         ignored=[spec.name for spec in left_out],
     )
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_world: int = 8, *, exact: bool = False) -> Case:
-    """Layouts with values; ``exact`` leaves out those whose gradients round."""
-    case = Case(draw(layouts(max_world)), draw(st.integers(0, 2**16)))
+def cases(draw: st.DrawFn, max_world: int = 8, *, exact: bool = False, main_grads: bool = False) -> Case:
+    """Layouts with values; ``exact`` leaves out those whose gradients round; ``main_grads`` as for `layouts`."""
+    case = Case(draw(layouts(max_world, main_grads=main_grads)), draw(st.integers(0, 2**16)))
     assume(case.exact or not exact)
     return case

@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hsdp_fn import MeshSpec, ParamSpec, Shard, plan_layout
 from hsdp_fn_torch import flat as flats
@@ -71,9 +72,101 @@ def test_unpacking_what_all_ranks_keep_gives_contiguous_full_parameters(world):
         shards = [torch.zeros(flat.numel) for _ in range(world)]
         for rank, own in enumerate(shards):
             flats.shard_of(flats.FlatPlan.of(flat, rank), full, own)
-        out = flats.unpack(flats.FlatPlan.of(flat, 0), torch.cat(shards), allocate)
-        equal(list(out), full, f"{group} on {world}")
-        assert all(t.is_contiguous() for t in out)
+        gathered = torch.cat(shards)
+        for copy in (False, True):
+            out = flats.unpack(flats.FlatPlan.of(flat, 0), gathered, allocate, copy=copy)
+            equal(list(out), full, f"{group} on {world}, copy {copy}")
+            assert all(t.is_contiguous() for t in out)
+            if copy:
+                storages = {t.untyped_storage().data_ptr() for t in out if t.numel()}
+                assert gathered.untyped_storage().data_ptr() not in storages
+
+
+def gathered_of(group, world: int) -> tuple[flats.FlatPlan, torch.Tensor]:
+    """A plan and the all-gather's output for `values`, with NaN where ranks have padding."""
+    flat = plan_of(group, world)
+    shards = [torch.full((flat.numel,), float("nan")) for _ in range(world)]
+    for rank, own in enumerate(shards):
+        flats.shard_of(flats.FlatPlan.of(flat, rank), values(group), own)
+    return flats.FlatPlan.of(flat, 0), torch.cat(shards)
+
+
+def refuse(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    raise AssertionError(f"asked for {numel} more elements of {dtype}")
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(
+    ("group", "world", "in_place"),
+    [
+        *[([((rows, 2), 0)], world, True) for rows in (1, 3, 4, 5, 7) for world in WORLDS],
+        ([((9,), 0)], 4, True),
+        ([((3, 5, 2), 0)], 2, True),
+        ([((4, 4), 1)], 1, True),
+        ([((4, 4), 0), ((4,), 0)], 1, True),
+        ([((4, 4), 1), ((3,), 0)], 1, True),
+        ([((4, 4), 1)], 2, False),
+        ([((3, 5, 2), 2)], 2, False),
+        ([((4, 4), 0), ((4,), 0)], 2, False),
+    ],
+)
+def test_parameters_that_lie_whole_in_the_gathered_buffer_are_its_views_unless_a_copy_is_asked_for(
+    group, world, in_place, copy
+):
+    plan, gathered = gathered_of(group, world)
+    asked = []
+
+    def count(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        asked.append((numel, dtype))
+        return allocate(numel, dtype)
+
+    views = in_place and not copy
+    out = flats.unpack(plan, gathered, refuse if views else count, copy=copy)
+    equal(list(out), values(group), f"{group} on {world}")
+    assert asked == ([] if views else [(gathered.numel(), torch.float32)])
+    first, last = gathered.data_ptr(), gathered.data_ptr() + gathered.nbytes
+    for tensor in out:
+        inside = first <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= last
+        assert inside == views
+        assert tensor.is_contiguous()
+    if views:
+        with Operators() as operators:
+            flats.unpack(plan, gathered, refuse)
+        assert operators.names == ["aten.as_strided.default"] * len(group)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_buffers_may_be_slices_of_larger_ones(copy):
+    for group, world in product(GROUPS, WORLDS):
+        plan, gathered = gathered_of(group, world)
+        outer, larger = torch.cat([torch.full((5,), -1.0), gathered]), allocate(gathered.numel() + 3, torch.float32)
+        out = flats.unpack(plan, outer[5:], lambda numel, dtype, larger=larger: larger[3:], copy=copy)
+        equal(list(out), values(group), f"{group} on {world}")
+        assert larger[:3].isnan().all()
+
+
+def test_short_and_missing_rows_are_the_tail_of_the_gathered_buffer():
+    """3 rows on 2 ranks are stored as 2 and 1, 1 row on 4 ranks as 1, 0, 0 and 0; the view stops before the padding."""
+    for rows, world, stored in ((3, 2, 4), (1, 4, 4), (5, 4, 8)):
+        plan, gathered = gathered_of([((rows, 2), 0)], world)
+        (view,) = flats.unpack(plan, gathered, refuse)
+        assert (view.data_ptr(), view.numel()) == (gathered.data_ptr(), rows * 2)
+        assert gathered.numel() == stored * 2
+        assert gathered[rows * 2 :].isnan().all()
+        gathered[0] = 77.0
+        assert view[0, 0] == 77.0
 
 
 @pytest.mark.parametrize("empty", [False, True])

@@ -47,7 +47,7 @@ def whole(case: Case, *per_rank: float) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- parameters
 
 
-@given(cases())
+@given(cases(main_grads=True))
 def test_shard_then_gather_is_the_identity_and_padding_is_zero(case: Case) -> None:
     state = start(case)
     assert_same(h.masters(state), case.rows(case.values(), padding=0))
@@ -59,7 +59,7 @@ def test_shard_then_gather_is_the_identity_and_padding_is_zero(case: Case) -> No
             np.testing.assert_array_equal(full[alias], value, err_msg=alias)
 
 
-@given(cases(), st.booleans())
+@given(cases(main_grads=True), st.booleans())
 def test_gathering_in_flight_and_by_unit_gives_the_same_parameters(case: Case, async_op: bool) -> None:
     state = start(case)
     for unit in reversed(case.layout.units):
@@ -78,7 +78,7 @@ def test_frozen_parameters_of_every_dtype_are_gathered_as_they_are(dtype: str) -
 # ------------------------------------------------------------------------------------------------------------- modes
 
 
-@given(cases())
+@given(cases(main_grads=True))
 def test_a_gradient_is_the_scaled_sum_over_data_parallel_ranks_of_each_ranks_own(case: Case) -> None:
     grads = case.grads(0)
     rows = run(case, (grads, FULL))
@@ -87,7 +87,7 @@ def test_a_gradient_is_the_scaled_sum_over_data_parallel_ranks_of_each_ranks_own
         case.assert_gradient(name, row, grads[name])
 
 
-@given(cases(), st.lists(st.sampled_from([NONE, SHARD]), min_size=1, max_size=3), st.booleans())
+@given(cases(main_grads=True), st.lists(st.sampled_from([NONE, SHARD]), min_size=1, max_size=3), st.booleans())
 def test_accumulating_whole_or_sharded_or_both_gives_the_gradient_of_the_sum(
     case: Case, syncs: list[Sync], async_op: bool
 ) -> None:
@@ -102,7 +102,7 @@ def test_accumulating_whole_or_sharded_or_both_gives_the_gradient_of_the_sum(
             case.assert_gradient(name, row, sums[name])
 
 
-@given(cases(exact=True))
+@given(cases(exact=True, main_grads=True))
 def test_none_none_full_and_shard_shard_full_and_three_times_full_are_full_of_the_sum_bit_for_bit(case: Case) -> None:
     a, b, c = (case.grads(i) for i in range(3))
     expected = run(case, ({n: a[n] + b[n] + c[n] for n in case.trainable}, FULL))
@@ -111,7 +111,7 @@ def test_none_none_full_and_shard_shard_full_and_three_times_full_are_full_of_th
         assert_same(run(case, (a, mode), (b, mode), (c, mode), (None, FULL)), expected)
 
 
-@given(cases(), st.lists(st.sampled_from(Sync), max_size=2))
+@given(cases(main_grads=True), st.lists(st.sampled_from(Sync), max_size=2))
 def test_a_donated_unit_ends_with_the_same_gradient_where_the_backend_overwrites_what_it_may(
     case: Case, earlier: list[Sync]
 ) -> None:
@@ -190,6 +190,39 @@ def test_a_float16_sum_that_would_overflow_is_scaled_before_it_is_made(world: in
     np.testing.assert_allclose(row, owned, rtol=0 if world in (1, 2, 4, 8) else 2**-9)
 
 
+@pytest.mark.parametrize("mode", Sync)
+@pytest.mark.parametrize("mesh", [MeshSpec.fsdp(2), MeshSpec.hsdp(2, 2), MeshSpec.replicated(2)])
+def test_a_main_gradient_keeps_what_the_parameters_own_dtype_would_round_away(mesh: MeshSpec, mode: Sync) -> None:
+    """1.0 and 2^-12 in a step of float16 parameters: their mean is 0.5 + 2^-13, float16's next value 0.5 + 2^-11."""
+    for main, dtype, exact in ((True, "float32", 1.0 + 2.0**-12), (False, "float16", 1.0)):
+        policy = MixedPrecisionPolicy(reduce_dtype="float32", apply_grad_on_fp32_main_grad=main)
+        case = one_parameter(mesh, dtype="float16", mp_policy=policy)
+        row = run(case, (whole(case, 1.0), mode), (whole(case, 2.0**-12), FULL))["w"]
+        assert row.dtype == dtype
+        np.testing.assert_array_equal(row, np.full_like(row, exact))
+
+
+def test_three_finished_main_gradients_add_up_in_the_reduce_dtype() -> None:
+    policy = MixedPrecisionPolicy("float32", "float64", apply_grad_on_fp32_main_grad=True)
+    case = one_parameter(MeshSpec.fsdp(2), mp_policy=policy)
+    row = run(case, *((whole(case, v), FULL) for v in (1.0, 2.0**-30, -1.0)))["w"]
+    assert row.dtype == np.float64
+    np.testing.assert_array_equal(row, np.full_like(row, 2.0**-30))
+
+
+def test_a_main_gradient_takes_the_reduce_dtypes_bytes_and_leaves_the_master_as_it_is() -> None:
+    for main, nbytes in ((False, 2 * 2), (True, 2 * 4)):
+        policy = MixedPrecisionPolicy(reduce_dtype="float32", apply_grad_on_fp32_main_grad=main)
+        case = one_parameter(MeshSpec.fsdp(2), dtype="float16", mp_policy=policy)
+        state = h.reduce_grads(start(case), whole(case, 1.0))
+        held = h.memory_bytes(state)
+        assert (held["master"], held["grad"], held["total"]) == (4, nbytes, 4 + nbytes)
+        state, rows = h.grads(state)
+        masters = h.masters(state)
+        state = h.apply_updates(state, {"w": (masters["w"] - rows["w"]).astype("float16")})
+        assert h.masters(state)["w"].dtype == np.float16
+
+
 def test_the_accumulators_dtype_is_the_layouts_whatever_arrives_first() -> None:
     case = one_parameter(MeshSpec.fsdp(2), mp_policy=MixedPrecisionPolicy("float16", "float16"))
     for first in ("float16", "float32"):
@@ -219,7 +252,7 @@ def test_parameters_used_in_different_microbatches_all_have_a_gradient(
     assert rows["never"] is None
 
 
-@given(cases(), st.data(), st.sampled_from([NONE, SHARD, FULL]), st.booleans())
+@given(cases(main_grads=True), st.data(), st.sampled_from([NONE, SHARD, FULL]), st.booleans())
 def test_a_parameter_without_any_gradient_is_none_or_zeros_as_the_policy_says(
     case: Case, data: st.DataObject, mode: Sync, async_op: bool
 ) -> None:
@@ -236,13 +269,13 @@ def test_a_parameter_without_any_gradient_is_none_or_zeros_as_the_policy_says(
         elif case.reductions[name].unused == "none":
             assert row is None
         else:
-            assert row.dtype == case.places[name][1].spec.dtype
+            assert row.dtype == case.grad_dtypes[name]
             np.testing.assert_array_equal(
                 row, case.local(name, np.zeros((case.mesh.size, *case.places[name][1].spec.shape)))
             )
 
 
-@given(cases(), st.data())
+@given(cases(main_grads=True), st.data())
 def test_a_unit_issues_collectives_for_buckets_with_a_gradient_only_unless_zeros_are_asked_for(
     case: Case, data: st.DataObject
 ) -> None:

@@ -86,14 +86,15 @@ def test_members_of_a_flat_shard_lie_side_by_side_and_what_isnt_parameters_is_co
 
 
 @given(layouts())
-def test_buckets_hold_every_parameter_once_by_mesh_and_dtype_and_gradients_only_the_trainable_ones(
+def test_buckets_hold_every_parameter_once_and_gradients_only_the_trainable_ones(
     layout: Layout,
 ) -> None:
     for unit in layout.units:
         members = [m for b in unit.buckets for m in b.params.members]
         assert sorted(m.index for m in members) == list(range(len(unit.params)))
         assert all(unit.params[m.index] is m.spec for m in members)
-        assert len({(b.mesh, b.dtype) for b in unit.buckets}) == len(unit.buckets)
+        fused = len({(b.mesh, b.dtype) for b in unit.buckets}) == len(unit.buckets)
+        assert fused or [b.params.members[0].index for b in unit.buckets] == list(range(len(unit.params)))
         for bucket in unit.buckets:
             assert {m.spec.dtype for m in bucket.params.members} == {bucket.dtype}
             wanted = [m.spec.name for m in bucket.params.members if m.spec.requires_grad]
@@ -102,7 +103,7 @@ def test_buckets_hold_every_parameter_once_by_mesh_and_dtype_and_gradients_only_
         assert [p.name for p in unit.trainable] == [p.name for p in unit.params if p.requires_grad]
 
 
-@given(layouts())
+@given(layouts(main_grads=True))
 def test_collectives_carry_whole_padded_flats_in_the_dtype_of_their_kind_and_empty_ones_carry_none(
     layout: Layout,
 ) -> None:
@@ -123,6 +124,8 @@ def test_collectives_carry_whole_padded_flats_in_the_dtype_of_their_kind_and_emp
         compute = (unit.mp_policy.param_dtype or bucket.dtype) if floating else bucket.dtype
         reduce = unit.mp_policy.reduce_dtype or compute
         assert (bucket.compute_dtype, bucket.reduce_dtype) == (compute, reduce)
+        main = unit.mp_policy.apply_grad_on_fp32_main_grad
+        assert bucket.grad_dtype == (reduce if main else bucket.dtype)
         s, r = bucket.mesh.shard_size, bucket.mesh.replicate_size
         expect(bucket.gather, "all_gather", bucket.params, compute, s)
         expect(bucket.reduce_scatter, "reduce_scatter", bucket.grads, reduce, s)
@@ -147,6 +150,64 @@ def test_gradients_accumulate_in_the_wider_of_master_and_reduction_dtype(
 ) -> None:
     layout = plan(ParamSpec("w", (4,), master), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
     assert layout.units[0].buckets[0].acc_dtype == accumulator
+
+
+@pytest.mark.parametrize(
+    ("master", "compute", "reduce", "main"),
+    [
+        ("bfloat16", None, "float32", "float32"),
+        ("float32", "bfloat16", "float32", "float32"),
+        ("bfloat16", "float32", None, "float32"),
+        ("bfloat16", None, None, "bfloat16"),
+        ("float32", None, "float64", "float64"),
+        ("float32", "bfloat16", None, "bfloat16"),
+    ],
+)
+def test_a_main_gradient_is_finished_and_accumulated_in_the_reduce_dtype(
+    master: str, compute: str | None, reduce: str | None, main: str
+) -> None:
+    policies = [MixedPrecisionPolicy(compute, reduce, apply_grad_on_fp32_main_grad=on) for on in (True, False)]
+    (kept,), (cast,) = (plan(ParamSpec("w", (4,), master), mp_policy=p).units[0].buckets for p in policies)
+    assert (kept.dtype, kept.grad_dtype, kept.acc_dtype) == (master, main, main)
+    assert (cast.dtype, cast.grad_dtype) == (master, master)
+    assert (kept.gather, kept.reduce_scatter) == (cast.gather, cast.reduce_scatter)
+
+
+# --------------------------------------------------------------------------------------------------------- buckets
+
+
+def names_of(layout: Layout) -> dict[str, list[list[str]]]:
+    """Names of each unit's parameters, bucket by bucket."""
+    return {u.name: [[m.spec.name for m in b.params.members] for b in u.buckets] for u in layout.units}
+
+
+def test_a_units_parameters_are_in_buckets_by_mesh_and_dtype_or_each_in_its_own() -> None:
+    dtypes = {"a.w": "float32", "a.e": "float64", "a.b": "float32", "a.n": "float32"}
+    specs = [ParamSpec(n, (3, 2), d, requires_grad=n != "a.n") for n, d in dtypes.items()]
+
+    def planned(**fused: bool) -> Layout:
+        return plan(*specs, units=("a",), placement_fn=lambda s: Replicate() if s.name == "a.b" else None, **fused)
+
+    assert names_of(planned()) == names_of(planned(fused=True)) == {"a": [["a.w", "a.n"], ["a.e"], ["a.b"]]}
+    layout = planned(fused=False)
+    assert names_of(layout) == {"a": [["a.w"], ["a.e"], ["a.b"], ["a.n"]]}
+    buckets = layout.units[0].buckets
+    assert [b.index for b in buckets] == [0, 1, 2, 3]
+    assert [(b.params.numel, b.params.members[0].offset) for b in buckets] == [(4, 0), (4, 0), (6, 0), (4, 0)]
+    assert [b.grads is b.params for b in buckets] == [True, True, True, False]
+    assert buckets[3].grads is None
+
+
+def test_a_units_own_choice_to_fuse_wins_over_the_layouts() -> None:
+    specs = [ParamSpec(f"{u}.{p}", (4,), "float32") for u in ("head", "a", "b") for p in ("v", "w")]
+    for default in (True, False):
+        layout = plan(*specs, units=(UnitSpec("a", fused=not default), "b"), fused=default)
+        assert [len(u.buckets) for u in layout.units] == ([1, 2, 1] if default else [2, 1, 2])
+
+
+def test_fusing_one_parameter_changes_nothing() -> None:
+    specs = [ParamSpec("a.w", (4,), "float32"), ParamSpec("b.w", (4,), "float32")]
+    assert plan(*specs, units=("a", "b"), fused=False) == plan(*specs, units=("a", "b"))
 
 
 # ----------------------------------------------------------------------------------------------------------- units
@@ -280,6 +341,8 @@ def test_the_digest_changes_with_every_fact_that_ranks_must_agree_on() -> None:
         plan_layout([w, b], mesh, **base, placement_fn=lambda s: Replicate()),
         plan_layout([w, b], mesh, **base, placement_fn=lambda s: Shard(-1)),
         plan_layout([w, b], mesh, **base, mp_policy=MixedPrecisionPolicy("float16")),
+        plan_layout([w, b], mesh, **base, mp_policy=MixedPrecisionPolicy(apply_grad_on_fp32_main_grad=True)),
+        plan_layout([w, b], mesh, fused=False),
         plan_layout([w, b], mesh, **base, reduction=ReductionPolicy("sum")),
         plan_layout([w, b], mesh, [UnitSpec("a", reduction=ReductionPolicy("sum"))]),
         plan_layout([w, b], mesh, **base, prefetch=PrefetchPolicy(2, 1)),
@@ -310,6 +373,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a trainable float8": (lambda: plan(ParamSpec("f", (4,), "float8_e5m2")), "'f' of dtype float8_e5m2"),
     "reshard of no bool, for all": (lambda: plan(A, units=("a",), reshard_after_forward=2), "'a': reshard_after"),
     "reshard of no bool, for one": (lambda: plan(A, units=(UnitSpec("a", (), "yes"),)), "'a': reshard_after"),
+    "fused of no bool, for all": (lambda: plan(A, units=("a",), fused=None), "'a': fused must be a bool, found None"),
+    "fused of no bool, for one": (lambda: plan(A, units=(UnitSpec("a", fused=1),)), "'a': fused must be a bool"),
     "a unit of no kind": (lambda: plan(A, units=(3,)), "3"),
     "a negative size": (lambda: plan(ParamSpec("n", (4, -1), "float32")), "'n'"),
     "a size that is no int": (lambda: plan(ParamSpec("n", (4, 2.5), "float32")), "'n'"),

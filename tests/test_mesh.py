@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hsdp_fn import HSDPError, MeshError, MeshSpec
+from hsdp_fn import DataParallelMeshDims, HSDPError, MeshError, MeshSpec
 from tests.strategies import meshes, peers
 
 
@@ -154,3 +154,50 @@ def test_every_mesh_error_is_a_value_error_and_an_error_of_this_library() -> Non
     with pytest.raises(ValueError) as caught:
         MeshSpec.fsdp(0)
     assert isinstance(caught.value, HSDPError)
+
+
+# -------------------------------------------------------------------------------------------------------------- dims
+
+
+@pytest.mark.parametrize(
+    ("dims", "shard", "replicate"),
+    [
+        (DataParallelMeshDims("dp"), ("dp",), ()),
+        (DataParallelMeshDims(replicate="dp"), (), ("dp",)),
+        (DataParallelMeshDims(("a", "b"), "c"), ("a", "b"), ("c",)),
+        (DataParallelMeshDims(shard=("b", "a"), replicate=("c", "d")), ("b", "a"), ("c", "d")),
+    ],
+)
+def test_data_parallel_dims_are_read_as_tuples_in_the_order_given(
+    dims: DataParallelMeshDims, shard: tuple[str, ...], replicate: tuple[str, ...]
+) -> None:
+    assert (dims.shard_names, dims.replicate_names) == (shard, replicate)
+
+
+def test_data_parallel_dims_are_values() -> None:
+    dims = DataParallelMeshDims(("a", "b"), "c")
+    assert (dims.shard, dims.replicate) == (("a", "b"), "c")
+    assert dims == DataParallelMeshDims(["a", "b"], "c")
+    assert hash(dims) == hash(DataParallelMeshDims(["a", "b"], "c"))
+    assert dims != DataParallelMeshDims(("b", "a"), "c")
+    with pytest.raises(AttributeError):
+        dims.shard = None  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "at least one of shard and replicate"),
+        ({"shard": None, "replicate": None}, "at least one of shard and replicate"),
+        *(({role: ()}, rf"{role} must be .*found \(\)") for role in ("shard", "replicate")),
+        *(({role: value}, f"{role} must be") for role in ("shard", "replicate") for value in (3, ("a", 3), "", {"a"})),
+        *(({role: ("a", "b", "a")}, rf"{role} names dims \['a'\] twice") for role in ("shard", "replicate")),
+        ({"shard": "a", "replicate": "a"}, r"\['a'\] are in both"),
+        ({"shard": ("a", "b"), "replicate": ("c", "b")}, r"\['b'\] are in both"),
+        ({"shard": "a", "replicate": ()}, "replicate must be"),
+    ],
+)
+def test_data_parallel_dims_that_cant_be_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MeshError, match=message) as caught:
+        DataParallelMeshDims(**fields)
+    assert isinstance(caught.value, ValueError)

@@ -26,6 +26,7 @@ from tests.strategies import is_power_of_two
         (MixedPrecisionPolicy, "param_dtype", "float8_e4m3fn"),
         (MixedPrecisionPolicy, "cast_forward_inputs", 1),
         (MixedPrecisionPolicy, "cast_forward_inputs", None),
+        *((MixedPrecisionPolicy, "apply_grad_on_fp32_main_grad", v) for v in (1, None, "float32")),
         (ReductionPolicy, "op", "mean"),
         (ReductionPolicy, "op", None),
         (ReductionPolicy, "unused", "error"),

@@ -101,6 +101,46 @@ def test_counts_and_bytes_are_the_closed_form_with_and_without_resharding(units:
             assert found.get("all_reduce") == reduces
 
 
+def test_a_unit_that_isnt_fused_has_the_same_bytes_in_one_collective_a_parameter() -> None:
+    """On 2 x 2 ranks rows of 5, 3 and 1 are stored as 6, 4 and 2: 12 elements together, 6 a shard, 3 padding."""
+    specs = [ParamSpec(f"a.{n}", (n,), "float32") for n in (5, 3, 1)]
+    half = h.MixedPrecisionPolicy("bfloat16", "float32")
+    for fused, n in ((True, 1), (False, 3)):
+        layout = h.plan_layout(specs, MeshSpec.hsdp(2, 2), ["a"], mp_policy=half, fused=fused)
+        assert totals(expected_comm(layout)) == {
+            "all_gather": h.CommTotal(2 * n, 2 * 24, 2 * 6),
+            "reduce_scatter": h.CommTotal(n, 48, 12),
+            "all_reduce": h.CommTotal(n, 24, 0),
+        }
+    found = [(c.op, c.bucket, c.nbytes, c.padding) for c in expected_comm(layout)]
+    gathers = [("all_gather", 0, 12, 1), ("all_gather", 1, 8, 1), ("all_gather", 2, 4, 1)]
+    assert found == [
+        *gathers,
+        *gathers,
+        ("reduce_scatter", 0, 24, 1),
+        ("reduce_scatter", 1, 16, 1),
+        ("reduce_scatter", 2, 8, 1),
+        ("all_reduce", 0, 12, 0),
+        ("all_reduce", 1, 8, 0),
+        ("all_reduce", 2, 4, 0),
+    ]
+
+
+def test_replicated_and_frozen_parameters_that_arent_fused_issue_what_each_needs() -> None:
+    specs = [
+        ParamSpec("a.w", (4,), "float32"),
+        ParamSpec("a.n", (3,), "float32"),
+        ParamSpec("a.f", (2,), "int64", False),
+    ]
+    layout = h.plan_layout(
+        specs, MeshSpec.hsdp(2, 2), ["a"], placement_fn=lambda s: Replicate() if s.name == "a.n" else None, fused=False
+    )
+    found = [(c.op, c.bucket, c.group_size, c.nbytes) for c in expected_comm(layout)]
+    gathers = [("all_gather", 0, 2, 16), ("all_gather", 2, 2, 16)]
+    reduces = [("reduce_scatter", 0, 2, 16), ("all_reduce", 1, 4, 12), ("all_reduce", 0, 2, 8)]
+    assert found == [*gathers, *gathers, *reduces]
+
+
 def test_the_order_of_a_step_is_forward_then_backward_with_each_all_reduce_owed_until_the_next_reduction() -> None:
     found = [f"{c.op} {c.unit or 'root'}" for c in expected_comm(model(2, MeshSpec.hsdp(2, 2)))]
     assert found == [
