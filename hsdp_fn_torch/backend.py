@@ -13,6 +13,7 @@ reduction is always SUM; scaling is done here (gloo and HCCL have no usable PREM
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from hsdp_fn.layout import Flat, Member
 from . import flat as flats
 from .mesh import Groups
 from .pool import BufferPool
+
+if TYPE_CHECKING:
+    from .comm import UnitComm
 
 _TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 _NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPE.items()}
@@ -56,6 +60,7 @@ class TorchBackend:
         self.device = _device_of(mesh)
         self.offload = offload_policy or OffloadPolicy()
         self._groups = Groups(mesh)
+        self._separate: dict[tuple[str, ...], dist.ProcessGroup] = {}  # of reduce-scatters; see `UnitComm`
         self._plans: dict[Flat, flats.FlatPlan] = {}
         self.home, self._pin = self.device, False  # where shards are kept
         if isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu":
@@ -67,6 +72,15 @@ class TorchBackend:
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """The process group along these axes of the mesh; made on first use, by all ranks together."""
         return self._groups.along(axes)
+
+    def for_unit(self, comm: UnitComm | None) -> TorchBackend:
+        """The backend of a unit that communicates as ``comm`` says; this very one while that says nothing special, so
+        ask again after changes. Cheap; does not communicate."""
+        if comm is None or comm.is_default:
+            return self
+        from .comm import UnitBackend
+
+        return UnitBackend(self, comm)
 
     def check(self, layout: Layout) -> None:
         """See `Backend.check`."""
@@ -201,10 +215,18 @@ class TorchBackend:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
         return copy.copy_(tensor.detach())
 
-    def pack(self, mesh: MeshSpec, flat: Flat, grads: Sequence[Tensor | None], dtype: str, factor: float) -> Tensor:
-        """See `Backend.pack`."""
+    def pack(
+        self,
+        mesh: MeshSpec,
+        flat: Flat,
+        grads: Sequence[Tensor | None],
+        dtype: str,
+        factor: float,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """See `Backend.pack`. ``into``: memory for the result, of the right size and dtype."""
         wanted = _TORCH_DTYPE[dtype]
-        packed = self.pool.take(flat.numel * flat.shard_size, wanted)
+        packed = self.pool.take(flat.numel * flat.shard_size, wanted) if into is None else into
         if factor != 1.0 and any(g is not None and g.dtype.itemsize > wanted.itemsize for g in grads):
             grads, factor = [None if g is None else g * factor for g in grads], 1.0  # before a cast that may overflow
         flats.pack(self._plan(mesh, flat), grads, packed)
@@ -240,9 +262,11 @@ class TorchBackend:
         self._copies.append(event)
 
     def _land(self) -> None:
-        copies, self._copies = self._copies, []
-        for event in copies:
-            event.synchronize()
+        if self._copies:
+            copies = self._copies[:]
+            self._copies.clear()  # the list is shared with the units' backends
+            for event in copies:
+                event.synchronize()
 
     def _plan(self, mesh: MeshSpec, flat: Flat) -> flats.FlatPlan:
         plan = self._plans.get(flat)
