@@ -82,6 +82,16 @@ class TorchBackend:
 
         return UnitBackend(self, comm)
 
+    def share_pool(self, pool: BufferPool) -> None:
+        """Take buffers from another backend's pool, from the next frame on.
+
+        Raises:
+            BackendError: the pool is on another device.
+        """
+        if pool.device != self.device:
+            raise BackendError(f"can't share buffers on {pool.device} with a backend on {self.device}")
+        self.pool = pool
+
     def check(self, layout: Layout) -> None:
         """See `Backend.check`."""
         world = dist.get_world_size()

@@ -6,7 +6,8 @@ Outside a frame the model is as the user made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -50,6 +51,7 @@ class Tables:
         tables = [{id(table) for table, _, _ in unit} for unit in slots]
         self._recurrent = [[m for m in recurrent if id(m._parameters) in unit] for unit in tables]
         self._own: list[list[Any]] = []  # what stands there outside a frame
+        self._installed = [False] * len(slots)
 
     def remember(self) -> None:
         """Note what stands there now, for `uninstall` to put back."""
@@ -57,19 +59,47 @@ class Tables:
 
     def install(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Put a unit's full parameters where its modules look for them."""
+        self._installed[index] = True
         for table, name, at in self._slots[index]:
             table[name] = tensors[at]
 
     def uninstall(self, index: int) -> None:
         """Put back what stood there."""
-        for (table, name, _), own in zip(self._slots[index], self._own[index], strict=True):
-            table[name] = own
-        refresh_flat_weights(self._recurrent[index])
+        if self._installed[index]:
+            self._installed[index] = False
+            for (table, name, _), own in zip(self._slots[index], self._own[index], strict=True):
+                table[name] = own
+            if self._recurrent[index]:
+                refresh_flat_weights(self._recurrent[index])
+
+    def standing(self, index: int) -> list[Any]:
+        """For each slot of a unit what stands there outside a frame."""
+        if self._installed[index]:
+            return self._own[index]
+        return [table[name] for table, name, _ in self._slots[index]]
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Inside, all that `install` has put anywhere is away. What is replaced meanwhile stays replaced."""
+        inside = [[table[name] for table, name, _ in slots] if on else None for slots, on in self._state()]
+        self.disconnect()
+        try:
+            yield
+        finally:
+            self.remember()
+            for index, tensors in enumerate(inside):
+                if tensors is not None:
+                    self._installed[index] = True
+                    for (table, name, _), tensor in zip(self._slots[index], tensors, strict=True):
+                        table[name] = tensor
 
     def disconnect(self) -> None:
         """Put back everything: the frame has ended."""
         for index in range(len(self._slots)):
             self.uninstall(index)
+
+    def _state(self) -> list[tuple[Sequence[Slot], bool]]:
+        return list(zip(self._slots, self._installed, strict=True))
 
 
 class Binding(Tables):
@@ -98,7 +128,7 @@ class Binding(Tables):
                     raise LayoutError(f"unit module {name!r} ({type(module).__name__}) has no forward of its own")
                 if any(module is other for other, _ in self._modules):
                     continue  # one module under two names
-                self._modules.append((module, self._call(module, index, final=name == plan.modules[-1])))
+                self._modules.append((module, self._call(module, index, last=name == plan.modules[-1])))
         self._below = list(model.modules())[1:]  # not the model itself, whose binding would keep it alive
         super().__init__(slots, self._below)
 
@@ -140,11 +170,11 @@ class Binding(Tables):
                 module.__dict__["_compiled_call_impl"] = inner
         super().disconnect()
 
-    def _call(self, module: nn.Module, index: int, final: bool) -> Callable[..., Any]:
+    def _call(self, module: nn.Module, index: int, last: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             inner = module.__dict__["_hsdp_inner_call"] or module._call_impl
             assert self._frame is not None
-            return self._frame.run(index, inner, args, kwargs, final=final)
+            return self._frame.run(index, inner, args, kwargs, final=lambda: last)
 
         return call
 

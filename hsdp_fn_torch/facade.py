@@ -1,126 +1,61 @@
-"""`fully_shard` and `HSDPModule`: the explicit state behind an interface close to FSDP2's and HyperParallel's.
+"""`fully_shard` and `replicate`: the explicit state behind an interface close to FSDP2's and HyperParallel's.
 
-The class of the module is extended in place to ``HSDP{Orig}`` with bases ``(HSDPModule, Orig)``. Calling the module
-goes through its tree's frame; everything else here changes settings or asks the tree. No hook holds logic of its own.
+The class of the module is extended in place to ``HSDP{Orig}`` with bases ``(HSDPModule, Orig)``; its parameters become
+DTensors over this rank's shard. What then happens in forward and backward is in `tree` and `frame`.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hsdp_fn import HSDPState, MeshError, MixedPrecisionPolicy, OffloadPolicy, PolicyError, ReductionPolicy, describe
+from hsdp_fn import (
+    DataParallelMeshDims,
+    MeshError,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PolicyError,
+    ReductionPolicy,
+)
 
 from .backend import TorchBackend
-from .group import Group, Settings, ShardPlacementFn
-from .tree import Tree
+from .comm import UnitComm
+from .group import Group, Settings, ShardPlacementFn, group_of
+from .module import HSDPModule, require_bool
+from .tree import tree_of
 
 M = TypeVar("M", bound=nn.Module)
 
 # The extended class refers to its original, so the value must not keep it.
-_CLASSES: WeakKeyDictionary[type, weakref.ref[type]] = WeakKeyDictionary()
+_CLASSES: WeakKeyDictionary[type, dict[type, weakref.ref[type]]] = WeakKeyDictionary()
 
 
-class HSDPModule:
-    """What `fully_shard` makes of a module's class."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Constructing from the extended class (slicing a Sequential does) gives an ordinary module."""
-        original: Any = cls.__mro__[2]
-        return original(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        group = _group(self)
-        tree = _tree_of(self)
-        call = super().__call__  # type: ignore[misc]
-        return tree.run(group, call, args, kwargs, final=group.modules[-1] is cast(Any, self))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise AssertionError("HSDP modules don't support deepcopy; copy the module before fully_shard")
-
-    @property
-    def hsdp_state(self) -> HSDPState:
-        """The explicit committed state of the whole tree. Exists from the first forward on."""
-        return _existing_tree(self).state
-
-    def describe(self) -> str:
-        """The state as a table, for people."""
-        return describe(self.hsdp_state)
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward communicates gradients. False accumulates them whole (``Sync.NONE``)."""
-        _require_bool("requires_gradient_sync", requires_gradient_sync)
-        for group in _groups(self, recurse):
-            group.settings.sync_gradients = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over the replicate axis. False keeps reduce-scattered sums (``Sync.SHARD``)."""
-        _require_bool("requires_all_reduce", requires_all_reduce)
-        for group in _groups(self, recurse):
-            if group.mesh.ndim > 1:
-                group.settings.all_reduce = requires_all_reduce
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after forward, overriding the root's default."""
-        _require_bool("reshard_after_forward", reshard_after_forward)
-        for group in _groups(self, recurse):
-            group.settings.reshard_after_forward = reshard_after_forward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this module's gradients by ``factor`` instead of the number of data-parallel ranks. 1.0: a sum."""
-        r = _group(self).settings.reduction
-        _group(self).settings.reduction = ReductionPolicy(r.op, factor, r.scaling_factor, r.unused)
-
-    def set_gradient_scaling_factor(self, factor: float | None = None) -> None:
-        """Multiply this module's reduced gradients."""
-        r = _group(self).settings.reduction
-        _group(self).settings.reduction = ReductionPolicy(r.op, r.divide_factor, factor, r.unused)
-
-    def set_reduce_op_type(self, op: str, recurse: bool = True) -> None:
-        """``"avg"`` or ``"sum"`` over the data-parallel ranks."""
-        for group in _groups(self, recurse):
-            r = group.settings.reduction
-            name = op.strip().lower() if isinstance(op, str) else op
-            group.settings.reduction = ReductionPolicy(name, r.divide_factor, r.scaling_factor, r.unused)
-
-    def reset_iter_state(self) -> None:
-        """Back to before the iteration, after an exception or at any moment: waits for what is in flight, reshards, and
-        drops the gradients of unfinished microbatches. ``.grad`` that earlier backwards have given stays.
-
-        Raises:
-            RuntimeError: not called on the root.
-        """
-        me = cast(Any, self)
-        tree: Tree | None = me.__dict__.get("_hsdp_tree")
-        if me.__dict__.get("_hsdp_inner") or (tree is not None and tree.root is not me):
-            raise RuntimeError("reset_iter_state must be called on the root module")
-        if tree is not None:
-            tree.reset()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Sharded DTensors that share the masters' memory, in any phase."""
-        tree: Tree | None = cast(Any, self).__dict__.get("_hsdp_tree")
-        if tree is not None:
-            tree.undo_failed_backward()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+class ReplicateModule(HSDPModule):
+    """What `replicate` makes of a module's class: an `HSDPModule` whose parameters are whole on every rank."""
 
 
 def fully_shard(
     module: M | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     replicate_params: Iterable[nn.Parameter] | None = None,
+    comm_fusion: bool = True,
+    comm_fusion_zero_copy: bool | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M | list[nn.Module]:
     """Shard a module's parameters in place, as one unit; call it on inner modules first, on the root last.
 
@@ -129,12 +64,17 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced as one unit.
         mesh: 1-D shards; 2-D replicates over axis 0 and shards over axis 1. None: all ranks, 1-D, on the CPU or the
-            present accelerator.
-        reshard_after_forward: free full parameters after forward. None: True, except at the root.
+            present accelerator. Parameters may be DTensors on a tensor-parallel mesh beside it.
+        reshard_after_forward: free full parameters after forward. None: True, except at the root. An int: the size of
+            the group they are kept over; 1 means False, the number of shard ranks True, others come later.
         shard_placement_fn: called with each parameter; a ``Shard(dim)``, or None for ``Shard(0)``.
         mp_policy, offload_policy: see these classes.
         ignored_params: left alone altogether.
         replicate_params: kept whole on every rank; their gradients are all-reduced.
+        comm_fusion: one collective for all parameters of a dtype. False: one a parameter, for debugging.
+        comm_fusion_zero_copy: gather from the masters' own memory and, where the layout allows it, into that of the
+            parameters. None: True. False copies at both ends.
+        dp_mesh_dims: comes later.
 
     Returns:
         The very object given.
@@ -143,84 +83,139 @@ def fully_shard(
         ValueError (or a subclass of it): naming what is wrong; AssertionError: the module was sharded before. The
         module is unchanged then.
     """
-    modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
-    for m in modules:
-        if not isinstance(m, nn.Module):
-            raise ValueError(f"fully_shard takes a module or a list of modules, found {type(m).__name__}")
-        if isinstance(m, HSDPModule):
-            raise AssertionError(
-                "fully_shard was applied to this module before; each distinct composable API can be "
-                "applied to a module once only"
-            )
-        if isinstance(m, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(f"fully_shard does not support containers that do not implement forward: {m}")
-    if not modules:
-        raise ValueError("fully_shard got an empty list of modules")
-    if reshard_after_forward is not None:
-        _require_bool("reshard_after_forward", reshard_after_forward)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"mesh must be a DeviceMesh or None, found {mesh!r}")
-    mesh = mesh if mesh is not None else _default_mesh()
-    settings = Settings(reshard_after_forward, mp_policy or MixedPrecisionPolicy(), ReductionPolicy())
-    group = Group(modules, mesh, _backend(mesh, offload_policy or OffloadPolicy()), settings)
-    group.shard(list(_own_parameters(modules)), ignored_params or (), replicate_params or (), shard_placement_fn)
-    for m in modules:
-        m.__dict__["_hsdp_group"] = group
-        m.__class__ = _extended(type(m))
-        for below in m.modules():
-            if below is not m and isinstance(below, HSDPModule):
-                below.__dict__["_hsdp_inner"] = True
+    modules = _modules(module, "fully_shard")
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("dp_mesh_dims isn't supported yet; pass the data-parallel submesh: mesh[dims]")
+    for name, flag in (("comm_fusion", comm_fusion), ("comm_fusion_zero_copy", comm_fusion_zero_copy)):
+        if flag is not None:
+            require_bool(name, flag)
+    mesh = _mesh(mesh)
+    reshard = _reshard(reshard_after_forward, mesh)
+    settings = Settings(reshard, _mp_policy(mp_policy), ReductionPolicy(), fused=comm_fusion)
+    group = Group(modules, mesh, _backend(mesh, _offload_policy(offload_policy)), settings)
+    group.comm = UnitComm(zero_copy=comm_fusion_zero_copy is not False)
+    _take(group, HSDPModule, ignored_params, replicate_params, shard_placement_fn)
     return module
 
 
-def _extended(original: type) -> type:
-    known = _CLASSES.get(original)
-    found = known() if known is not None else None
-    if found is None:
-        found = type(f"HSDP{original.__name__}", (HSDPModule, original), {})
-        _CLASSES[original] = weakref.ref(found)
-    return found
+def replicate(
+    module: M | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> M | list[nn.Module]:
+    """Data parallelism without sharding, as a unit of its own: parameters whole on every rank, gradients all-reduced
+    over all ranks of the mesh. The class becomes ``Replicate{Orig}`` with bases ``(ReplicateModule, Orig)``. May stand
+    beside and below modules of `fully_shard` that have the same ranks. Arguments, returns and errors: as there.
+    """
+    modules = _modules(module, "replicate")
+    mesh = _mesh(mesh)
+    settings = Settings(False, _mp_policy(mp_policy), ReductionPolicy(), whole=True)
+    group = Group(modules, mesh, _backend(mesh, _offload_policy(offload_policy)), settings)
+    _take(group, ReplicateModule, ignored_params, None, None)
+    return module
 
 
-def _group(module: Any) -> Group:
-    group: Group = module.__dict__["_hsdp_group"]
-    return group
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module run like its forward: parameters gathered, gradients reduced. Without
+    effect on other modules, and the second time.
 
-
-def _groups(module: Any, recurse: bool) -> Iterator[Group]:
-    if not recurse:
-        yield _group(module)
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, HSDPModule):
         return
-    seen: dict[int, Group] = {}
-    for m in module.modules():
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} doesn't have a method {method_name!r}")
+    if getattr(method, "_hsdp_forward", False):
+        return
+    original = getattr(type(module), method_name, None)
+    bound = method.__func__ if getattr(method, "__self__", None) is module else None
+
+    @functools.wraps(method)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(bound, self) if bound is not None else method
+        return tree_of(self).run(group_of(self), self, call, args, kwargs)
+
+    forward._hsdp_forward = True  # type: ignore[attr-defined]
+    del original
+    module.__dict__[method_name] = forward.__get__(module, type(module))  # type: ignore[attr-defined]
+
+
+def share_comm_ctx(modules: Sequence[HSDPModule]) -> None:
+    """Let modules that are roots of their own (pipeline stages) share what communication holds: their buffers for
+    gathers and reductions are reused from one another. (There are no streams of ours to share.)
+
+    Raises:
+        ValueError: an element isn't an `HSDPModule`.
+    """
+    for module in modules:
+        if not isinstance(module, HSDPModule):
+            raise ValueError(f"expected HSDPModules, found {type(module).__name__}: {module!r}")
+    pools = [group_of(m).backend.pool for m in modules]  # type: ignore[arg-type]
+    for module in modules:
+        group_of(module).backend.share_pool(pools[0])  # type: ignore[arg-type]
+
+
+def hsdp_sync_stream() -> None:
+    """Wait until the gradients of all backwards that have ended are there: on the host too, where they may be read
+    without any further order. (On CPU they always are.)"""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _modules(module: object, function: str) -> list[nn.Module]:
+    modules: list[Any] = list(module) if isinstance(module, list) else [module]
+    for i, m in enumerate(modules):
+        if not isinstance(m, nn.Module):
+            where = f" at index {i}" if isinstance(module, list) else ""
+            raise ValueError(f"{function} takes a module or a list of modules, found {type(m).__name__}{where}")
         if isinstance(m, HSDPModule):
-            seen.setdefault(id(_group(m)), _group(m))
-    yield from seen.values()
+            raise AssertionError(
+                f"{function}: fully_shard or replicate was applied to this module before; each distinct composable API "
+                f"can be applied to a module once only"
+            )
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and type(m).forward is nn.Module.forward:
+            raise ValueError(f"{function} does not support containers that do not implement forward: {m}")
+    if not modules:
+        raise ValueError(f"{function} got an empty list of modules")
+    return modules
 
 
-def _existing_tree(module: Any) -> Tree:
-    tree: Tree | None = module.__dict__.get("_hsdp_tree")
-    if tree is None:
-        raise RuntimeError("the state exists from the root's first forward on")
-    return tree
+def _take(
+    group: Group,
+    base: type[HSDPModule],
+    ignored: Iterable[nn.Parameter] | None,
+    replicated: Iterable[nn.Parameter] | None,
+    placement_fn: ShardPlacementFn | None,
+) -> None:
+    ignored, replicated = _parameters("ignored_params", ignored), _parameters("replicate_params", replicated)
+    group.shard(list(_own_parameters(group.modules)), ignored, replicated, placement_fn)
+    for m in group.modules:
+        m.__dict__["_hsdp_group"] = group
+        m.__class__ = _extended(type(m), base)
+        for below in m.modules():
+            if below is not m and isinstance(below, HSDPModule):
+                below.__dict__["_hsdp_inner"] = weakref.ref(m)
+            for name, buffer in below._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device.type != group.backend.device.type:
+                    below._buffers[name] = buffer.to(group.backend.device)
 
 
-def _tree_of(module: Any) -> Tree:
-    """The tree that the module belongs to; the first module that asks becomes the root of one."""
-    tree: Tree | None = module.__dict__.get("_hsdp_tree")
-    if tree is None:
-        groups = list(_groups(module, recurse=True))
-        for m in module.modules():
-            if "_hsdp_tree" in m.__dict__:
-                name = next(n for n, other in module.named_modules() if other is m)
-                raise RuntimeError(f"module {name!r} ran forward as a root of its own before {type(module).__name__}")
-        if len(groups[0].modules) > 1 and module in groups[0].modules:
-            raise RuntimeError("fully_shard of a list can't be the single root module; shard the module around it too")
-        tree = Tree(module, groups)
-        for m in module.modules():
-            if isinstance(m, HSDPModule):
-                m.__dict__["_hsdp_tree"] = tree
-    return tree
+def _extended(original: type, base: type[HSDPModule]) -> type:
+    known = _CLASSES.setdefault(original, {})
+    found = known[base]() if base in known else None
+    if found is None:
+        prefix = "HSDP" if base is HSDPModule else "Replicate"
+        found = type(f"{prefix}{original.__name__}", (base, original), {"__module__": original.__module__})
+        known[base] = weakref.ref(found)
+    return found
 
 
 def _own_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -231,11 +226,62 @@ def _own_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module, 
             if param is not None:
                 yield f"{path}{local}", module, local
         for name, child in module._modules.items():
-            if child is not None and not isinstance(child, HSDPModule):
+            if child is not None and not isinstance(child, HSDPModule) and not _replicated_by_torch(child):
                 yield from walk(f"{path}{name}.", child)
 
     for i, top in enumerate(modules):
         yield from walk(f"{i}." if len(modules) > 1 else "", top)
+
+
+def _replicated_by_torch(module: nn.Module) -> bool:
+    """Whether torch's composable ``replicate`` manages the module."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return "replicate" in (_get_registry(module) or ())
+
+
+def _parameters(name: str, given: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    params = list(given or ())
+    for p in params:
+        if not isinstance(p, nn.Parameter):
+            raise TypeError(f"{name} must hold parameters, found {type(p).__name__}")
+    return params
+
+
+def _mp_policy(policy: object) -> MixedPrecisionPolicy:
+    """Ours, or torch's of the same fields."""
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if type(policy).__name__ == "MixedPrecisionPolicy":
+        p: Any = policy
+        return MixedPrecisionPolicy(p.param_dtype, p.reduce_dtype, p.output_dtype, p.cast_forward_inputs)
+    raise PolicyError(f"mp_policy must be a MixedPrecisionPolicy, found {policy!r}")
+
+
+def _offload_policy(policy: object) -> OffloadPolicy:
+    if policy is None:
+        return OffloadPolicy()
+    if not isinstance(policy, OffloadPolicy):
+        raise PolicyError(f"offload_policy must be an OffloadPolicy of hsdp_fn, found {policy!r}")
+    return policy
+
+
+def _reshard(value: object, mesh: DeviceMesh) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise PolicyError(f"reshard_after_forward must be a bool, an int or None, found {value!r}")
+    ranks = mesh.size(mesh.ndim - 1)
+    if value < 1 or ranks % value:
+        raise PolicyError(f"reshard_after_forward={value} doesn't divide the number of shard ranks, {ranks}")
+    if value == ranks:
+        return True
+    if value == 1:
+        warnings.warn("reshard_after_forward=1 keeps whole parameters on each rank: it means False", stacklevel=3)
+        return False
+    raise NotImplementedError(f"reshard_after_forward={value} of {ranks} shard ranks isn't supported yet; use a bool")
 
 
 def _backend(mesh: DeviceMesh, offload: OffloadPolicy) -> TorchBackend:
@@ -246,15 +292,13 @@ def _backend(mesh: DeviceMesh, offload: OffloadPolicy) -> TorchBackend:
     return backends[offload]
 
 
-def _default_mesh() -> DeviceMesh:
-    import torch
-
+def _mesh(mesh: object) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh is not None:
+        raise MeshError(f"mesh must be a DeviceMesh or None, found {mesh!r}")
     device = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         dist.init_process_group()
-    return init_device_mesh(device.type if device is not None else "cpu", (dist.get_world_size(),))
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise PolicyError(f"{name} must be a bool, found {value!r}")
+    with torch.device("cpu"):  # the mesh is a tensor; a default device of meta must not make it one without values
+        return init_device_mesh(device.type if device is not None else "cpu", (dist.get_world_size(),))

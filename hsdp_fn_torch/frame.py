@@ -6,102 +6,79 @@ state that the frame began with is as good as before.
 
 Life of a unit in a frame: `enter` (gather, wait, prefetch the next, attach to autograd, install into the modules),
 `leave` (reshard), `before_backward` (gather again, prefetch), `receive` (its gradients are complete: reshard, launch
-the reduction), and at the end `commit`.
+the reduction), and at the end of backward `settle`.
+
+A functional step is one frame with one backward. The facade's frame may see several forwards and backwards, in any
+order: `settle` ends a backward, `commit` rests, and `resume` goes on from the state that was committed meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hsdp_fn import Collective, GradientError, GradPhase, HSDPState, PhaseError, Sync, UnitState
+from hsdp_fn import Collective, GradientError, GradPhase, HSDPState, PhaseError, ReductionPolicy, Sync
 from hsdp_fn import unit as on_unit
 from hsdp_fn.state import Token
 
-from .backend import torch_backend
+from .backend import TorchBackend, torch_backend
 from .binding import Binding, Tables
 from .casting import cast_floating, tensors_in
+from .dtensor import absorbed, presented
 from .gather import SavedParams, attach
+from .order import Order
+from .reducer import Reducer
+from .trace import span
+from .use import Handling, Use
 
 _NO_HOOKS = nullcontext()
 
 
-@dataclass(slots=True, eq=False)
-class _Use:
-    """One unit in this frame.
-
-    Attributes:
-        state: the unit's state as it moves.
-        kept: it came gathered, and stays so through forward.
-        depth: calls of it that are running, one inside the other.
-        attached: outputs of its live autograd node, while they are installed or may be again.
-        nodes: autograd nodes of the forward whose gradients haven't come.
-        packed: saved views of its parameters that backward hasn't asked for yet.
-        leaves: what checkpointed parts of it recompute with in backward, and differentiate into.
-        partial: gradients so far.
-        reduced: they have been handed on.
-    """
-
-    state: UnitState
-    kept: bool
-    depth: int = 0
-    attached: tuple[Tensor, ...] | None = None
-    nodes: int = 0
-    packed: int = 0
-    leaves: tuple[Tensor, ...] | None = None
-    partial: list[Tensor | None] | None = None
-    reduced: bool = False
-
-
 class Frame:
-    """One microbatch's forward and backward.
+    """Microbatches' forwards and backwards, until nothing of their graphs is left to differentiate.
 
     Args:
         state: where it starts; stays usable until `commit`.
-        sync: how far the gradients are reduced; one for all units, or one each.
+        handling: how each unit is treated.
+        backends: what each unit communicates with, if not the state's backend.
         tables: where the modules keep the units' parameters, if not known through `bind`.
-        on_backward: called once, when backward begins.
+        followers: which unit runs after which, learned and used for prefetching; None: the layout's order.
+        on_backward: called when a backward begins.
+        on_wake: called when a graph of this frame is used while the frame rests; whether it may go on.
         forward_only: gradients of the units' parameters are refused.
     """
 
     def __init__(
         self,
         state: HSDPState,
-        sync: Sync | Sequence[Sync],
+        handling: Sequence[Handling],
         *,
+        backends: Sequence[TorchBackend] | None = None,
         tables: Tables | None = None,
+        followers: dict[int, int] | None = None,
         on_backward: Callable[[], None] | None = None,
+        on_wake: Callable[[Frame], bool] | None = None,
         forward_only: bool = False,
     ) -> None:
-        self.start, self.layout, self.backend = state, state.layout, torch_backend(state)
-        self.syncs = (sync,) * len(state.units) if isinstance(sync, Sync) else tuple(sync)
-        self.uses = [_Use(u, kept=isinstance(u.full, tuple)) for u in state.units]
+        self.layout, self.backend, self.handling = state.layout, torch_backend(state), handling
+        self.backends = list(backends) if backends is not None else [self.backend] * len(state.units)
+        self.uses = [Use(u, kept=isinstance(u.full, tuple)) for u in state.units]
         self.log: list[Collective] = []
         self.in_backward = False
         self.anchor = torch.zeros((), requires_grad=True)
-        self._on_backward, self._forward_only = on_backward, forward_only
-        self._binding = tables
-        if tables is not None:
-            tables.remember()
-        self._pass: set[int] = set()  # units that have begun in this pass through the model
-        self._last = -1  # the one that began last
-        self._finished: list[int] = []  # units in the order in which they finished forward
-        self._again: list[int] = []  # units to gather again, in the order in which backward needs them
-        self._place: dict[int, int] = {}  # position there
+        self._tables, self._binding = tables, tables
+        self._on_backward, self._on_wake, self._forward_only = on_backward, on_wake, forward_only
+        self._reducer = Reducer(state.layout, self.uses, handling, self.backends, self.log)
+        self._order = Order(state.layout, handling, followers)
         self._guests: list[int] = []  # units that were gathered for a backward in which no node will reshard them
-        self._in_flight: list[int] = []  # units whose reduction this frame has launched
         self._soon = -1  # saved views left when a quarter of the present unit's backward is done
-        self._arrived: set[int] = set()  # units whose gradients are complete but whose turn hasn't come
-        self._turns = [
-            i for i, u in enumerate(self.layout.units) if u.trainable and u.reduction.unused == "zeros"
-        ]  # the last one reduces first
-        self._running = True
-        self.backend.pool.open()
+        self.running = False
+        self._begin(state)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -119,57 +96,63 @@ class Frame:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
-        final: bool = True,
+        final: Callable[[], bool] = lambda: True,
+        prefetch: bool = True,
     ) -> Any:
-        """``call(*args, **kwargs)`` as the forward of a unit whose parameters are installed in its modules. Not
-        ``final``: the unit has further modules to run."""
-        use, policy = self.uses[index], self.layout.units[index].mp_policy
+        """``call(*args, **kwargs)`` as the forward of a unit whose parameters are installed in its modules.
+
+        Args:
+            final: asked afterwards: whether the unit has run, or has further modules to run.
+            prefetch: start gathering the units that follow.
+        """
+        use, plan = self.uses[index], self.layout.units[index]
+        policy = plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-        full = self.enter(index)
-        versions = [(t, t._version) for t in self._bases(index, full)]
+        with span("pre_forward", plan):
+            self.enter(index, prefetch=prefetch)
+        versions = [(t, t._version) for t in self._bases(index)]
         use.depth += 1
         try:
-            with self._saved_params(index, full):
+            with self._saved_params(index):
                 out = call(*args, **kwargs)
         except BaseException:
-            if use.depth == 1 and self._reshards(index) and not self.in_backward:
-                self._reshard(index)
+            if use.depth == 1 and self.handling[index].reshard_after_forward and not self.in_backward:
+                self.reshard(index)
             raise
         finally:
             use.depth -= 1
         if any(t._version != version for t, version in versions):
             raise RuntimeError(
-                f"forward of unit {self.layout.units[index].title!r} modified its gathered parameters in place; they "
+                f"forward of unit {plan.title!r} modified its gathered parameters in place; they "
                 f"are a copy of the masters, so the edit would be lost. Change the masters instead (apply_updates)."
             )
         out = out if policy.output_dtype is None else cast_floating(out, policy.output_dtype)
-        self.leave(index, out, final)
+        with span("post_forward", plan):
+            self.leave(index, out, final)
         return out
 
-    def enter(self, index: int) -> tuple[Tensor, ...]:
+    def enter(self, index: int, *, prefetch: bool = True) -> tuple[Tensor, ...]:
         """Full parameters of a unit, attached to autograd and installed in its modules."""
         self._require_running()
         use = self.uses[index]
         self._release(index)
         full = self._gathered(index)
         if self.in_backward:
-            self._prefetch_backward(index)
-        else:
-            self._prefetch_forward(index)
+            self._prefetch(self._order.before(index, self.uses))
+        elif prefetch:
+            self._prefetch(self._order.begin(index))
         if torch.is_grad_enabled() and self.layout.units[index].trainable:
-            if use.attached is None:
-                use.attached = attach(self, index, full)
-                use.nodes += not self.in_backward
+            if use.attached is None or (use.over and not use.depth):
+                use.attached, use.over = attach(self, index, full), False
             full = use.attached
-        if self._binding is not None:
-            self._binding.install(index, full)
+        self._install(index, full)
         return full
 
     def look(self, index: int) -> tuple[Tensor, ...]:
         """`enter`, for parameters used by name: costs nothing where the unit has been entered and is still there."""
         use = self.uses[index]
-        here = index in self._pass and isinstance(use.state.full, tuple)
+        here = index in self._order.begun and isinstance(use.state.full, tuple)
         if here and (use.attached is not None or not torch.is_grad_enabled()):
             return self.current(index)
         return self.enter(index)
@@ -178,19 +161,46 @@ class Frame:
         """What `enter` gave for a unit that is running."""
         return self.uses[index].attached or self._gathered(index)
 
-    def leave(self, index: int, out: Any, final: bool) -> None:
-        """The unit has run: arrange its backward, and free its full parameters if the layout says so."""
-        if self.uses[index].depth:
+    def leave(self, index: int, out: Any, final: Callable[[], bool]) -> None:
+        """The unit has run: arrange its backward, and free its full parameters if that is how it is handled."""
+        use = self.uses[index]
+        if use.depth:
             return  # an outer call of the same unit goes on
         if self.in_backward:  # recomputed: its backward follows at once
             self._install_leaves(index)
             return
         if torch.is_grad_enabled():
             self._watch(index, out)
-        if final:
-            self._finished.append(index)
-            if self._reshards(index):
-                self._reshard(index)
+        if final():
+            use.over = True
+            self._order.finish(index)
+            if self.handling[index].reshard_after_forward:
+                self.reshard(index)
+
+    def complete(self, index: int) -> None:
+        """A unit of which only some modules ran has run."""
+        self._order.finish(index)
+        if self.handling[index].reshard_after_forward and not self.uses[index].held:
+            self.reshard(index)
+
+    def start_unshard(self, index: int) -> None:
+        """Start gathering a unit by hand."""
+        self._require_running()
+        self._start_gather(index)
+
+    def hold(self, index: int) -> None:
+        """Gather a unit by hand and leave it installed."""
+        self.uses[index].held = True
+        self.enter(index, prefetch=False)
+
+    def reshard(self, index: int) -> None:
+        """Free a unit's full parameters; its modules have their own back."""
+        use, plan = self.uses[index], self.layout.units[index]
+        use.state = on_unit.reshard(on_unit.finish_gather(use.state, plan, self.backends[index]))
+        use.attached = use.leaves = None
+        use.kept = use.held = use.over = False
+        if self._binding is not None:
+            self._binding.uninstall(index)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -199,9 +209,18 @@ class Frame:
         self.begin_backward()
         torch.autograd.backward(loss)
 
+    def follow(self, reductions: Sequence[ReductionPolicy]) -> bool:
+        """Reduce like this from now on; one policy a unit. Whether that is a change."""
+        units = self.layout.units
+        changed = any(u.reduction != r for u, r in zip(units, reductions, strict=True))
+        if changed:
+            units = tuple(replace(u, reduction=r) for u, r in zip(units, reductions, strict=True))
+            self.layout = replace(self.layout, units=units)
+        return changed
+
     @property
     def has_graph(self) -> bool:
-        """Whether some forward was differentiable, so that a backward may come."""
+        """Whether a backward may come: the graph of some forward is alive and hasn't been differentiated."""
         return any(use.nodes > 0 for use in self.uses)
 
     def begin_backward(self) -> None:
@@ -209,13 +228,13 @@ class Frame:
         if self.in_backward:
             return
         self.in_backward = True
-        self._again = list(dict.fromkeys(i for i in reversed(self._finished) if self._reshards(i)))
-        self._place = {index: at for at, index in enumerate(self._again)}
-        for index, use in enumerate(self.uses):
-            if use.attached is not None and use.leaves is None:
-                self._install_leaves(index)
         if self._on_backward is not None:
             self._on_backward()
+        self._reducer.begin(self.layout)
+        self._order.begin_backward()
+        for index, use in enumerate(self.uses):
+            if use.attached is not None and use.leaves is None and not use.depth:
+                self._install_leaves(index)
 
     def before_backward(self, index: int) -> None:
         """Gradients reached the unit's output: its parameters are needed now, the next unit's soon."""
@@ -228,17 +247,19 @@ class Frame:
                 return
             self.begin_backward()
         use, plan = self.uses[index], self.layout.units[index]
-        self._gathered(index)
-        if use.leaves is None:
-            self._install_leaves(index)
-        # On CPU, a quarter into this unit's backward the reduction of the one before has had time to run: its input is
-        # freed before this unit's gradients are all there (guarded by test_torch_memory.py). On a device waiting here
-        # would hold up the stream.
-        self._soon = use.packed * 3 // 4 if self.backend.device.type == "cpu" else -1
-        if not plan.trainable:
-            self._guests.append(index)
-        self._prefetch_backward(index)
-        self.backend.pool.trim()
+        with span("pre_backward", plan):
+            if self.handling[index].unshard_in_backward:
+                self._gathered(index)
+                if use.leaves is None and not use.depth:
+                    self._install_leaves(index)
+            # On CPU, a quarter into this unit's backward the reduction of the one before has had time to run: its
+            # input is freed before this unit's gradients are all there (guarded by test_torch_memory.py). On a device
+            # waiting here would hold up the stream.
+            self._soon = use.packed * 3 // 4 if self.backend.device.type == "cpu" else -1
+            if not plan.trainable:
+                self._guests.append(index)
+            self._prefetch(self._order.before(index, self.uses))
+            self.backend.pool.trim()
 
     def remake(self, index: int, at: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """A saved view of the unit's parameters, gathered again if need be."""
@@ -246,12 +267,12 @@ class Frame:
         if not isinstance(use.state.full, tuple):
             self.before_backward(index)
         use.packed -= 1
-        if self._in_flight and use.packed == self._soon:
-            self._advance()
+        if self._reducer.busy and use.packed == self._soon and self.handling[index].max_reductions == 1:
+            self._reducer.advance()
             self.backend.pool.trim()
         return self._gathered(index)[at].as_strided(size, stride, offset)
 
-    def receive(self, index: int, grads: Sequence[Tensor | None], *, counted: bool) -> None:
+    def receive(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Gradients of one use of the unit; the last use's launch the reduction."""
         self._require_running()
         plan = self.layout.units[index]
@@ -268,54 +289,121 @@ class Frame:
         if self._on_backward is not None:
             self.begin_backward()
         self._add_partial(index, grads)
-        use = self.uses[index]
-        use.nodes -= counted
-        if use.nodes <= 0:
-            self._complete(index)
+        if self.uses[index].nodes <= 0:
+            for due in self._reducer.due(index):
+                self._reduce(due)
 
-    # -- end ----------------------------------------------------------------------------------------------------
+    def settle(self, *, last: bool = True) -> None:
+        """The backward has ended: reduce what no node has, and reshard. Every collective of the microbatch has been
+        issued then; the last reductions may still be in flight.
 
-    def pause(self) -> None:
-        """Between forward and backward: the modules have their own parameters back."""
-        if self._binding is not None:
-            for index in range(len(self.uses)):
-                self._binding.uninstall(index)
-
-    def commit(self) -> HSDPState:
-        """Finish what is left and build the new state. Every collective of the microbatch has been issued then; the
-        last reductions may still be in flight."""
+        Args:
+            last: no backward of other graphs follows that would want what has been gathered too early.
+        """
         for index in reversed(range(len(self.uses))):
             use, plan = self.uses[index], self.layout.units[index]
             self._collect_leaves(index)
             held = use.state.grads_phase is GradPhase.HELD and not use.reduced
             unused = plan.reduction.unused == "zeros" and not use.reduced and bool(plan.trainable)
-            if use.partial is not None or (self.syncs[index] is not Sync.NONE and (unused or held)):
+            if use.partial is not None or (self.handling[index].sync is not Sync.NONE and (unused or held)):
                 self._reduce(index)
-        self._advance()
-        self._end(keep=False)
-        return self._state(self.start.micro + 1)
+        self._reducer.advance()
+        for index, use in enumerate(self.uses):
+            use.leaves = None
+            if use.depth:  # a backward inside its forward
+                continue
+            if self.handling[index].reshard_after_backward and (last or use.reduced):
+                self.reshard(index)
+            elif self._binding is not None:
+                self._binding.uninstall(index)
+            use.over, use.held, use.reduced = True, False, False
+        self._order.settle(self.uses)
+        self._guests.clear()
+        self.in_backward = False
 
-    def commit_forward(self) -> HSDPState:
-        """The state after a forward without backward: gathered is what was gathered before; the ledger grows."""
-        self._end(keep=True)
-        return self._state(self.start.micro)
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """No forward runs any more: the modules have their own parameters back, except where full ones that belong to
+        a live graph, or were gathered by hand, stay."""
+        self._order.pause()
+        for index, use in enumerate(self.uses):
+            use.over = True
+            graph = use.attached is not None and use.nodes > 0 and not self.handling[index].reshard_after_forward
+            if self._binding is not None and not use.held and not graph:
+                self._binding.uninstall(index)
+
+    def commit(self) -> HSDPState:
+        """`settle`, and the new state. The frame rests."""
+        self.settle()
+        return self.rest(micro=1)
+
+    def rest_forward(self, *, stay: bool) -> HSDPState:
+        """The state after forwards without backward: its ledger grows. The frame rests.
+
+        Args:
+            stay: units that aren't resharded after forward stay gathered; otherwise only those that came so.
+        """
+        for index, use in enumerate(self.uses):
+            if not (use.kept or (stay and (use.held or not self.handling[index].reshard_after_forward))):
+                self.reshard(index)
+        return self.rest()
+
+    def rest(self, *, micro: int = 0) -> HSDPState:
+        """The state as it stands, ``micro`` microbatches on. The modules have their own parameters back."""
+        for index, use in enumerate(self.uses):
+            use.state = on_unit.finish_gather(use.state, self.layout.units[index], self.backends[index])
+            use.attached = use.leaves = None
+        self._disconnect()
+        return self.snapshot(micro=micro)
+
+    def snapshot(self, *, micro: int = 0) -> HSDPState:
+        """The units as they stand, ``micro`` microbatches on."""
+        s, units = self.start, tuple(use.state for use in self.uses)
+        return HSDPState(units, self.layout, s.backend, s.step, s.micro + micro, s.ledger + tuple(self.log), Token())
+
+    def resume(self, state: HSDPState) -> None:
+        """Go on from a state of the same layout: after `rest`, or when `settle` has ended one backward of several."""
+        for use, unit in zip(self.uses, state.units, strict=True):
+            use.state, use.kept = unit, isinstance(unit.full, tuple)
+        self.log.clear()
+        self._begin(state)
 
     def abort(self) -> None:
         """Wait for what is in flight and forget the frame."""
+        self._on_wake = None
         try:
-            for use in self.uses:
-                on_unit.drop_flight(use.state, self.backend)
+            for use, backend in zip(self.uses, self.backends, strict=True):
+                on_unit.drop_flight(use.state, backend)
         finally:
             self._disconnect()
-            self.uses = [_Use(u, kept=True) for u in self.start.units]
+            self.uses[:] = [Use(u, kept=True) for u in self.start.units]
 
     # -- parts --------------------------------------------------------------------------------------------------
 
+    def _begin(self, state: HSDPState) -> None:
+        self.start = state
+        if not self.running:
+            self.running = True
+            self.backend.pool.open()
+            self._binding = self._tables
+            if self._tables is not None:
+                self._tables.remember()
+
+    def _disconnect(self) -> None:
+        if self.running:
+            self.running = False
+            self.backend.pool.close()
+        if self._binding is not None:
+            self._binding.disconnect()
+            self._binding = None
+
     def _require_running(self) -> None:
-        if not self._running:
+        if not self.running and not (self._on_wake is not None and self._on_wake(self)):
             raise PhaseError(
-                "this call of value_and_grad or evaluate has ended: its parameters can't be gathered and its graph "
-                "can't be differentiated any more. Return what is needed as aux, detached"
+                "the iteration of this graph has ended: its parameters can't be gathered and it can't be "
+                "differentiated any more. Either it was dropped after an error, or parameters have changed since, or "
+                "the call of value_and_grad or evaluate has returned (return what is needed as aux, detached)"
             )
 
     def _release(self, index: int) -> None:
@@ -324,46 +412,37 @@ class Frame:
         for other in guests:
             if other == index or self.uses[other].depth:
                 self._guests.append(other)
-            elif self._reshards(other):
-                self._reshard(other)
+            elif self.handling[other].reshard_after_forward:
+                self.reshard(other)
 
     def _gathered(self, index: int) -> tuple[Tensor, ...]:
         use = self.uses[index]
         if not isinstance(use.state.full, tuple):
             self._start_gather(index)
-            use.state = on_unit.finish_gather(use.state, self.layout.units[index], self.backend)
+            use.state = on_unit.finish_gather(use.state, self.layout.units[index], self.backends[index])
         assert isinstance(use.state.full, tuple)
         return use.state.full
 
     def _start_gather(self, index: int) -> None:
         use = self.uses[index]
-        use.state = on_unit.start_gather(use.state, self.layout.units[index], self.backend, self.log)
+        use.state = on_unit.start_gather(use.state, self.layout.units[index], self.backends[index], self.log)
 
-    def _prefetch_forward(self, index: int) -> None:
-        if index < self._last:
-            self._pass.clear()  # another pass through the model
-        self._last = index
-        self._pass.add(index)
-        for ahead in range(index + 1, min(index + 1 + self.layout.prefetch.forward, len(self.uses))):
-            if ahead not in self._pass:
-                self._start_gather(ahead)
+    def _prefetch(self, ahead: Iterable[int]) -> None:
+        for index in ahead:
+            self._start_gather(index)
 
-    def _prefetch_backward(self, index: int) -> None:
-        first = self._place.get(index, -1) + 1
-        for ahead in self._again[first : first + self.layout.prefetch.backward]:
-            if not self.uses[ahead].reduced:
-                self._start_gather(ahead)
-
-    def _reshards(self, index: int) -> bool:
-        return self.layout.units[index].reshard_after_forward and not self.uses[index].kept
-
-    def _saved_params(self, index: int, full: Sequence[Tensor]) -> Any:
-        if self._reshards(index) and torch.is_grad_enabled():
-            return SavedParams(self, index, self._bases(index, full))
+    def _saved_params(self, index: int) -> Any:
+        if self.handling[index].reshard_after_forward and torch.is_grad_enabled():
+            return SavedParams(self, index, self._bases(index))
         return _NO_HOOKS
 
-    def _bases(self, index: int, full: Sequence[Tensor]) -> list[Tensor]:
+    def _install(self, index: int, full: Sequence[Tensor]) -> None:
+        if self._binding is not None:
+            self._binding.install(index, full)
+
+    def _bases(self, index: int) -> list[Tensor]:
         """One parameter a bucket: a bucket's full parameters are views of one buffer."""
+        full = self._gathered(index)
         return [full[b.params.members[0].index] for b in self.layout.units[index].buckets]
 
     def _watch(self, index: int, out: Any) -> None:
@@ -390,11 +469,14 @@ class Frame:
         leaves = self._gathered(index)
         if self.uses[index].kept:  # the state that came in has these
             leaves = tuple([t.detach() for t in leaves])
+        standings = self.handling[index].standings
+        if standings is not None:
+            leaves = tuple(presented(standings, leaves))
         for tensor, spec in zip(leaves, self.layout.units[index].params, strict=True):
             tensor.grad = None
             tensor.requires_grad_(spec.requires_grad)
         self.uses[index].leaves = leaves
-        self._binding.install(index, leaves)
+        self._install(index, leaves)
 
     def _collect_leaves(self, index: int) -> None:
         use = self.uses[index]
@@ -405,65 +487,21 @@ class Frame:
                 self._add_partial(index, grads)
 
     def _add_partial(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        use = self.uses[index]
+        use, standings = self.uses[index], self.handling[index].standings
+        if standings is not None:
+            grads = absorbed(standings, self.layout.units[index], grads)
         if use.partial is None:
             use.partial = list(grads)
         else:
             pairs = zip(use.partial, grads, strict=True)
             use.partial = [g if o is None else o if g is None else o + g for o, g in pairs]
 
-    def _reshard(self, index: int) -> None:
-        use, plan = self.uses[index], self.layout.units[index]
-        use.state = on_unit.reshard(on_unit.finish_gather(use.state, plan, self.backend))
-        use.attached = use.leaves = None
-        if self._binding is not None:
-            self._binding.uninstall(index)
-
-    def _complete(self, index: int) -> None:
-        """Reduce the unit: at once, or, where ranks may use different units, in the one order that all ranks share."""
-        if self.layout.units[index].reduction.unused != "zeros":
-            self._reduce(index)
-            return
-        self._arrived.add(index)
-        while self._turns and self._turns[-1] in self._arrived:
-            self._reduce(self._turns.pop())
-
     def _reduce(self, index: int) -> None:
         """Reshard the unit and launch the reduction of what it has received."""
+        use = self.uses[index]
         self._collect_leaves(index)
-        self._reshard(index)
-        self._advance()
-        use, plan = self.uses[index], self.layout.units[index]
+        if self.handling[index].reshard_after_backward and not use.depth:
+            self.reshard(index)
         grads, use.partial = use.partial, None
-        unit = on_unit.finish_reduce(use.state, plan, self.backend, self.log)
-        use.state = on_unit.start_reduce(unit, plan, self.backend, grads, self.syncs[index], self.log)
-        use.reduced = True
-        if use.state.reducing is not None:
-            self._in_flight.append(index)
-
-    def _advance(self) -> None:
-        """Take the frame's reductions in flight one step further; their inputs are freed before the next one packs."""
-        for index in self._in_flight:
-            use, plan = self.uses[index], self.layout.units[index]
-            use.state = on_unit.advance_reduce(use.state, plan, self.backend, self.log, donate=True)
-        self._in_flight = [i for i in self._in_flight if self.uses[i].state.reducing is not None]
-
-    def _end(self, *, keep: bool) -> None:
-        """Leave the modules and reshard everything, except, if asked to ``keep`` them, what came gathered."""
-        self._disconnect()
-        for use, plan in zip(self.uses, self.layout.units, strict=True):
-            use.attached = use.leaves = None
-            if not (keep and use.kept):
-                use.state = on_unit.reshard(on_unit.finish_gather(use.state, plan, self.backend))
-
-    def _disconnect(self) -> None:
-        if self._running:
-            self._running = False
-            self.backend.pool.close()
-        if self._binding is not None:
-            self._binding.disconnect()
-            self._binding = None
-
-    def _state(self, micro: int) -> HSDPState:
-        s, units = self.start, tuple(use.state for use in self.uses)
-        return HSDPState(units, s.layout, s.backend, s.step, micro, s.ledger + tuple(self.log), Token())
+        with span("post_backward", self.layout.units[index]):
+            self._reducer.launch(index, grads)

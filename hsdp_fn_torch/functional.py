@@ -13,6 +13,7 @@ from hsdp_fn import ROOT, HSDPState, Sync
 from .binding import binding_of
 from .casting import map_tensors
 from .frame import Frame
+from .use import handling_of
 
 
 class Params:
@@ -102,7 +103,7 @@ def value_and_grad(
         state.token.require("value_and_grad")
         if not isinstance(sync, Sync):
             raise TypeError(f"sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
-        frame = Frame(state, sync)
+        frame = Frame(state, handling_of(state, sync))
         try:
             with torch.enable_grad():
                 out = fn(Params(frame), *batch, **kwargs)
@@ -129,11 +130,11 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
 
     def run(state: HSDPState, *batch: Any, **kwargs: Any) -> tuple[Any, HSDPState]:
         state.token.require("evaluate")
-        frame = Frame(state, Sync.NONE, forward_only=True)
+        frame = Frame(state, handling_of(state, Sync.NONE), forward_only=True)
         try:
             with torch.no_grad():
                 out = fn(Params(frame), *batch, **kwargs)
-            new = frame.commit_forward()
+            new = frame.rest_forward(stay=False)
         except BaseException as error:
             frame.abort()
             _explain(error)

@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hsdp_fn import PhaseError
+
+from .dtensor import as_dtensor, presented
+from .use import Ticket
 
 if TYPE_CHECKING:
     from .frame import Frame
@@ -33,9 +37,13 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Weak: the frame holds the outputs of this node. What watches a live graph keeps the frame.
-        ctx.frame, ctx.index, ctx.counted = weakref.ref(frame), index, not frame.in_backward
+        ctx.frame, ctx.index = weakref.ref(frame), index
+        ctx.ticket = None if frame.in_backward else Ticket(frame, index)  # a recomputed use isn't waited for
         ctx.set_materialize_grads(False)
         out = tuple([t.detach() for t in full])
+        standings = frame.handling[index].standings
+        if standings is not None:
+            out = tuple(presented(standings, out))
         frozen = [t for t, spec in zip(out, frame.layout.units[index].params, strict=True) if not spec.requires_grad]
         if frozen:
             ctx.mark_non_differentiable(*frozen)
@@ -48,7 +56,9 @@ class _Attach(torch.autograd.Function):
             raise PhaseError(
                 "the iteration that this graph belongs to was dropped; it can't be differentiated any more"
             )
-        frame.receive(ctx.index, grads, counted=ctx.counted)
+        if ctx.ticket is not None:
+            ctx.ticket.close()
+        frame.receive(ctx.index, grads)
         return None, None, None, None
 
 
@@ -59,12 +69,14 @@ def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ..
 
 
 class _View:
-    """A saved tensor that was a view of a unit's full parameters: what it takes to make it again."""
+    """A saved tensor that was a view of a unit's full parameters: what it takes to make it again. With its spec if it
+    was a DTensor."""
 
-    __slots__ = ("at", "index", "offset", "size", "stride")
+    __slots__ = ("at", "index", "offset", "size", "spec", "stride")
 
-    def __init__(self, index: int, at: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        self.index, self.at, self.size, self.stride, self.offset = index, at, size, stride, offset
+    def __init__(self, index: int, at: int, local: Tensor, spec: Any) -> None:
+        self.index, self.at, self.spec = index, at, spec
+        self.size, self.stride, self.offset = local.size(), local.stride(), int(local.storage_offset())
 
 
 class _Kept:
@@ -116,17 +128,19 @@ class SavedParams:
         def pack(tensor: Tensor) -> Any:
             if tensor.layout is not torch.strided:
                 return _Kept(tensor) if beneath is None else _Packed(beneath[0](tensor), beneath[1])
-            pointer = tensor.data_ptr()
+            local, spec = (tensor._local_tensor, tensor._spec) if type(tensor) is DTensor else (tensor, None)
+            pointer = local.data_ptr()
             if low <= pointer < high:  # most tensors aren't: one comparison
                 for start, stop, at, dtype in ranges:
                     if start <= pointer < stop and tensor.dtype is dtype:
                         use.packed += 1
-                        return _View(index, at, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                        return _View(index, at, local, spec)
             return _Kept(tensor) if beneath is None else _Packed(beneath[0](tensor), beneath[1])
 
         def unpack(saved: Any) -> Tensor:
             if type(saved) is _View:
-                return remake(saved.index, saved.at, saved.size, saved.stride, saved.offset)
+                view = remake(saved.index, saved.at, saved.size, saved.stride, saved.offset)
+                return view if saved.spec is None else as_dtensor(view, saved.spec)
             if type(saved) is _Packed:
                 return saved.unpack(saved.value)
             if saved.tensor._version != saved.version:

@@ -8,48 +8,51 @@ with fully qualified names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from hsdp_fn import LayoutError, ParamSpec, ReductionPolicy, Replicate, Shard, Sync, UnitState, plan_layout
-from hsdp_fn.layout import Bucket, Layout, Member, Placement, UnitLayout
+from hsdp_fn import LayoutError, ParamSpec, ReductionPolicy, Replicate, Shard, UnitState, plan_layout
+from hsdp_fn.layout import Bucket, Layout, Placement, UnitLayout
 from hsdp_fn.policy import MixedPrecisionPolicy
 
 from .backend import TorchBackend
 from .binding import Slot
+from .comm import UnitComm
+from .dtensor import Standing, local_of, set_local
 from .mesh import mesh_spec
+from .use import Handling
 
 ShardPlacementFn = Callable[[nn.Parameter], TorchShard | None]
 
 
 @dataclass(slots=True)
 class Settings:
-    """What the setters of `HSDPModule` change: how the next iteration treats the group.
+    """What `fully_shard` was given and setters change.
 
     Attributes:
         reshard_after_forward: True, False, or None for True except at the root.
         mp_policy, reduction: see the core's policies.
-        sync_gradients, all_reduce: False holds back all communication of gradients, or only the all-reduce.
+        fused: one collective of a kind for all parameters of one dtype.
+        whole: nothing is sharded (`replicate`).
+        forward_prefetch, backward_prefetch: groups to gather while this one runs; None for the default.
+        last_backward, post_optimizer_event: what a tree of which this group is the root begins with.
     """
 
     reshard_after_forward: bool | None
     mp_policy: MixedPrecisionPolicy
     reduction: ReductionPolicy
-    sync_gradients: bool = True
-    all_reduce: bool = True
-
-    @property
-    def sync(self) -> Sync:
-        """How far the next backward reduces."""
-        if not self.sync_gradients:
-            return Sync.NONE
-        return Sync.FULL if self.all_reduce else Sync.SHARD
+    fused: bool = True
+    whole: bool = False
+    forward_prefetch: list[Group] | None = None
+    backward_prefetch: list[Group] | None = None
+    last_backward: bool = True
+    post_optimizer_event: Any = None
 
 
 @dataclass(eq=False)
@@ -59,23 +62,31 @@ class Group:
     Attributes:
         modules: what was given to `fully_shard`; they run as one unit.
         mesh, backend: where it is sharded and what communicates.
+        settings, handling, comm: what the setters change.
         layout: of this group alone. None for a group without parameters, as are ``unit`` and ``params``.
-        slots: for every name of every parameter, the table it stands in.
-        params: the sharded parameters, in the layout's order.
-        unit: the masters.
-        settings: see `Settings`.
+        slots: for every name of every parameter, the table it stands in; ``firsts``: each parameter's first slot.
+        params: the sharded parameters, in the layout's order; ``standings``: what they are part of.
+        unit: the masters, until a tree takes them over.
         pointers: of the parameters' local tensors while they view the masters.
+        to_run: modules that have yet to run in this pass through the group.
     """
 
     modules: list[nn.Module]
     mesh: DeviceMesh
     backend: TorchBackend
     settings: Settings
+    handling: Handling = field(default_factory=Handling)
+    comm: UnitComm = field(default_factory=UnitComm)
     layout: Layout | None = None
     slots: tuple[Slot, ...] = ()
+    firsts: tuple[int, ...] = ()
     params: tuple[nn.Parameter, ...] = ()
+    standings: tuple[Standing, ...] = ()
     unit: UnitState | None = None
     pointers: tuple[int, ...] = ()
+    to_run: set[int] = field(default_factory=set)
+
+    # -- fully_shard --------------------------------------------------------------------------------------------
 
     def shard(
         self,
@@ -93,6 +104,7 @@ class Group:
         originals: list[nn.Parameter] = []
         names: list[list[str]] = []
         slots: list[Slot] = []
+        known: dict[int, int] = {}
         for name, module, local in places:
             param = module._parameters[local]
             assert param is not None
@@ -103,40 +115,59 @@ class Group:
                     f"parameter {name!r} is tied to {taken!r} of another fully_shard call, which would untie them; "
                     f"give both modules to one call: fully_shard([a, b], ...)"
                 )
-            known = [i for i, p in enumerate(originals) if p is param]
-            if not known:
+            at = known.setdefault(id(param), len(originals))
+            if at == len(originals):
                 originals.append(param)
                 names.append([])
-            at = known[0] if known else len(originals) - 1
             names[at].append(name)
             slots.append((module._parameters, local, at))
         if not originals:
             return
         placements: dict[str, Placement] = {}
-        specs = []
+        specs, standings = [], []
         for param, (first, *aliases) in zip(originals, names, strict=True):
-            if not param.is_meta and (objection := self.backend.objection(param)) is not None:
+            inner = local_of(param)
+            if not param.is_meta and (objection := self.backend.objection(inner)) is not None:
                 raise LayoutError(f"parameter {first!r} {objection}")
-            placements[first] = Replicate() if id(param) in whole else _placement(param, first, placement_fn)
-            specs.append(ParamSpec(first, tuple(param.shape), str(param.dtype), param.requires_grad, tuple(aliases)))
+            if self.settings.whole or id(param) in whole:
+                placement: Placement = Replicate()
+            else:
+                placement = _placement(param, first, placement_fn)
+            placements[first] = placement
+            specs.append(ParamSpec(first, tuple(inner.shape), str(param.dtype), param.requires_grad, tuple(aliases)))
         layout = plan_layout(
             specs,
             mesh_spec(self.mesh),
             mp_policy=self.settings.mp_policy,
             offload_policy=self.backend.offload,
+            fused=self.settings.fused,
             placement_fn=lambda spec: placements[spec.name],
         )
+        dims = _dims(layout.units[0])
+        for param, (first, *_), dim in zip(originals, names, dims, strict=True):
+            standings.append(Standing.of(param, first, self.mesh, dim))
         unit = UnitState("", tuple(_master(b, originals, self.backend) for b in layout.units[0].buckets))
         for param, (first, *_) in zip(originals, names, strict=True):
             param._hsdp_taken = first  # type: ignore[attr-defined]  # whoever holds it still can tell
-        self.layout, self.unit, self.slots = layout, unit, tuple(slots)
+        self.layout, self.unit, self.slots, self.standings = layout, unit, tuple(slots), tuple(standings)
+        self.firsts = tuple([next(i for i, slot in enumerate(slots) if slot[2] == at) for at in range(len(originals))])
         self.params = tuple(self._sharded_parameters(layout.units[0], unit, originals))
+        if any(s.inner is not None for s in standings):
+            self.handling.standings = self.standings
         for table, local, at in slots:
             table[local] = self.params[at]
-        self.pointers = self._pointers()
+        self.pointers = tuple([local_of(p).data_ptr() for p in self.params])
+
+    # -- what a tree asks ---------------------------------------------------------------------------------------
+
+    def unit_backend(self, root: TorchBackend) -> TorchBackend:
+        """What the group communicates with in a tree whose root has that backend."""
+        base = root if self.settings.whole else self.backend
+        return base if self.comm.is_default else base.for_unit(self.comm)
 
     def specs(self, root: nn.Module) -> list[ParamSpec]:
-        """The parameters with names as seen from the root of a tree, and as trainable as they are now."""
+        """The parameters with names as seen from the root of a tree, and as trainable and of the dtype that they are
+        now."""
         if self.layout is None:
             return []
         prefixes = {id(m._parameters): name for name, m in root.named_modules(remove_duplicate=False)}
@@ -145,16 +176,60 @@ class Group:
             prefix = prefixes[id(table)]
             names[at].append(f"{prefix}.{local}" if prefix else local)
         return [
-            replace(spec, name=first, aliases=tuple(aliases), requires_grad=param.requires_grad)
+            replace(spec, name=first, aliases=tuple(aliases), requires_grad=param.requires_grad, dtype=str(param.dtype))
             for spec, param, (first, *aliases) in zip(self.layout.units[0].params, self.params, names, strict=True)
         ]
 
     def placements(self) -> list[Placement]:
         """Where each parameter is sharded."""
         assert self.layout is not None
-        found = {m.index: (b, m) for b in self.layout.units[0].buckets for m in b.params.members}
-        pairs = [found[i] for i in range(len(self.params))]
-        return [Shard(m.dim) if b.mesh.shard else Replicate() for b, m in pairs]
+        return [Replicate() if dim is None else Shard(dim) for dim in _dims(self.layout.units[0])]
+
+    def facts(self) -> tuple[object, ...]:
+        """What the plan depends on and users can change."""
+        s = self.settings
+        return s.reshard_after_forward, s.mp_policy, s.reduction, [(p.requires_grad, p.dtype) for p in self.params]
+
+    def marks(self, entries: Sequence[nn.Parameter]) -> list[object]:
+        """For each parameter its identity, its memory and its versions: an operator on the DTensor counts there, not
+        below.
+
+        Args:
+            entries: what stands in each of the group's slots.
+        """
+        out: list[object] = []
+        for at in self.firsts:
+            param = entries[at]
+            local = local_of(param)
+            out += (id(param), param._version, local._version, local.data_ptr())
+        return out
+
+    def adopt(self, plan: UnitLayout, unit: UnitState) -> UnitState:
+        """Take over parameters that somebody has replaced (``load_state_dict(assign=True)``) or whose local tensors
+        aren't views of the masters any more (`to_empty`, ``.to(dtype)``): they are copied into masters, which the
+        parameters view again afterwards.
+
+        Raises:
+            RuntimeError: parameters are still on the meta device, or aren't DTensors; names them.
+        """
+        self.params = tuple([self.slots[at][0][self.slots[at][1]] for at in self.firsts])
+        locals_ = [local_of(p) for p in self.params]
+        if tuple([t.data_ptr() for t in locals_]) == self.pointers and not unit.master[0].is_meta:
+            return unit
+        self._require_home(plan)
+        masters = []
+        for bucket, master in zip(plan.buckets, unit.master, strict=True):
+            members = bucket.params.members
+            dtype = locals_[members[0].index].dtype
+            if master.is_meta or master.dtype is not dtype:
+                master = torch.zeros(master.shape, dtype=dtype, device=self.backend.home)
+            rows = [locals_[m.index] for m in members]
+            master = self.backend.join(bucket.mesh, bucket.params, master, rows)
+            for member, row in zip(members, self.backend.split(bucket.mesh, bucket.params, master), strict=True):
+                set_local(self.params[member.index], row)
+            masters.append(master)
+        self.pointers = tuple([local_of(p).data_ptr() for p in self.params])
+        return UnitState(unit.name, tuple(masters), None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
     def gradients(self, unit: UnitState, plan: UnitLayout) -> Iterator[tuple[nn.Parameter, DTensor]]:
         """The finished gradient of the unit, as DTensors like the parameters."""
@@ -164,75 +239,107 @@ class Group:
             rows = self.backend.split(bucket.mesh, bucket.grads, flat)
             for member, row in zip(bucket.grads.members, rows, strict=True):
                 if unit.grad.present[member.index]:
-                    yield self.params[member.index], self._dtensor(bucket, member, row)
+                    yield self.params[member.index], self.standings[member.index].dtensor(row)
 
-    def facts(self) -> tuple[object, ...]:
-        """What the plan depends on and users can change."""
-        s = self.settings
-        return s.reshard_after_forward, s.mp_policy, s.reduction, tuple([p.requires_grad for p in self.params])
+    def deliver(self, unit: UnitState, plan: UnitLayout) -> None:
+        """Add the finished gradient to ``.grad`` (or ``.main_grad``), and run the parameters' hooks as autograd would:
+        those of ``register_hook`` on what is added, those of ``register_post_accumulate_grad_hook`` afterwards."""
+        main = plan.mp_policy.apply_grad_on_fp32_main_grad
+        for param, grad in self.gradients(unit, plan):
+            for before in (param._backward_hooks or {}).values():
+                changed: Any = before(grad)
+                grad = grad if changed is None else changed
+            if main:
+                held = getattr(param, "main_grad", None)
+                param.main_grad = grad if held is None else held + grad  # type: ignore[attr-defined]
+            else:
+                param.grad = grad if param.grad is None else cast(DTensor, param.grad + grad)
+            for after in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+                after(param)
 
-    def adopt(self, plan: UnitLayout, unit: UnitState) -> UnitState:
-        """Take over local tensors that somebody has replaced (`to_empty`, ``load_state_dict(assign=True)``): they are
-        copied into the masters, which the parameters view again afterwards.
+    # -- forward ------------------------------------------------------------------------------------------------
 
-        Raises:
-            RuntimeError: parameters are still on the meta device; names them.
-        """
-        self.params = tuple([self._standing(i) for i in range(len(self.params))])
-        if self._pointers() == self.pointers and not unit.master[0].is_meta:
-            return unit
-        if still := [plan.params[i].name for i, p in enumerate(self.params) if _local(p).is_meta]:
+    def runs(self, module: nn.Module) -> Callable[[], bool]:
+        """One of the modules begins to run. What is returned tells, when it has run, whether all of them have."""
+        if len(self.modules) == 1:
+            return _yes
+        if not self.to_run:
+            self.to_run.update(id(m) for m in self.modules)
+
+        def ran() -> bool:
+            if id(module) not in self.to_run:
+                return False
+            self.to_run.discard(id(module))
+            return not self.to_run
+
+        return ran
+
+    # -- parts --------------------------------------------------------------------------------------------------
+
+    def _require_home(self, plan: UnitLayout) -> None:
+        plain = [s.name for s, p in zip(plan.params, self.params, strict=True) if not isinstance(p, DTensor)]
+        if plain:
+            raise RuntimeError(
+                f"parameters were replaced by tensors that aren't sharded: {plain}; give them the DTensor that stood "
+                f"there, or copy into it (load_state_dict, or param.to_local().copy_(shard))"
+            )
+        if still := [s.name for s, p in zip(plan.params, self.params, strict=True) if local_of(p).is_meta]:
             raise RuntimeError(
                 f"parameters are still on the meta device: {still}; materialize and initialize them before the first "
                 f"forward (module.to_empty(device=...), then its reset_parameters)"
             )
-        masters = []
-        for bucket, master in zip(plan.buckets, unit.master, strict=True):
-            if master.is_meta:
-                master = torch.zeros(master.shape, dtype=master.dtype, device=self.backend.home)
-            members = bucket.params.members
-            master = self.backend.join(
-                bucket.mesh, bucket.params, master, [_local(self.params[m.index]) for m in members]
-            )
-            for member, row in zip(members, self.backend.split(bucket.mesh, bucket.params, master), strict=True):
-                _set_local(self.params[member.index], row)
-            masters.append(master)
-        self.pointers = self._pointers()
-        return UnitState(
-            unit.name, tuple(masters), unit.full, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad
-        )
-
-    def marks(self) -> list[object]:
-        """For each parameter its identity and its versions: an operator on the DTensor counts there, not below."""
-        params = [self._standing(i) for i in range(len(self.params))]
-        return [(id(p), p._version, _local(p)._version) for p in params]
-
-    def _standing(self, at: int) -> nn.Parameter:
-        """The parameter that stands in the modules now; loading with ``assign=True`` puts new ones there."""
-        table, local, _ = next(slot for slot in self.slots if slot[2] == at)
-        return table[local]  # type: ignore[no-any-return]
-
-    def _pointers(self) -> tuple[int, ...]:
-        return tuple([_local(p).data_ptr() for p in self.params])
+        home = self.backend.home
+        away = [
+            (s.name, str(local_of(p).device))
+            for s, p in zip(plan.params, self.params, strict=True)
+            if local_of(p).device.type != home.type
+        ]
+        if away:
+            raise RuntimeError(f"parameters must be on {home}, where fully_shard has put them; found {away}")
 
     def _sharded_parameters(
         self, plan: UnitLayout, unit: UnitState, originals: Sequence[nn.Parameter]
     ) -> Iterator[nn.Parameter]:
         rows: dict[int, DTensor] = {}
         for bucket, master in zip(plan.buckets, unit.master, strict=True):
-            for member, row in zip(
-                bucket.params.members, self.backend.split(bucket.mesh, bucket.params, master), strict=True
-            ):
-                rows[member.index] = self._dtensor(bucket, member, row)
+            parts = self.backend.split(bucket.mesh, bucket.params, master)
+            for member, row in zip(bucket.params.members, parts, strict=True):
+                rows[member.index] = self.standings[member.index].dtensor(row)
         for at, original in enumerate(originals):
-            yield nn.Parameter(rows[at], requires_grad=original.requires_grad)
+            param = nn.Parameter(rows[at], requires_grad=original.requires_grad)
+            _carry_over(original, param)
+            yield param
 
-    def _dtensor(self, bucket: Bucket, member: Member, row: Tensor) -> DTensor:
-        shard = TorchShard(member.dim) if bucket.mesh.shard else TorchReplicate()
-        placements = [TorchReplicate()] * (self.mesh.ndim - 1) + [shard]
-        shape = torch.Size(member.spec.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(row, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+def group_of(module: nn.Module) -> Group:
+    """The unit that the module belongs to."""
+    group: Group = module.__dict__["_hsdp_group"]
+    return group
+
+
+def groups_of(module: nn.Module, recurse: bool = True) -> list[Group]:
+    """The module's unit, if it has one, and with ``recurse`` those of the modules below, each once."""
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(m.__dict__["_hsdp_group"] for m in modules if "_hsdp_group" in m.__dict__))
+
+
+def _yes() -> bool:
+    return True
+
+
+def _dims(plan: UnitLayout) -> list[int | None]:
+    """For each parameter the dim it is sharded on; None for a replicated one."""
+    found = {m.index: (m.dim if b.mesh.shard else None) for b in plan.buckets for m in b.params.members}
+    return [found[i] for i in range(len(plan.params))]
+
+
+def _carry_over(original: nn.Parameter, param: nn.Parameter) -> None:
+    """Attributes that users have set on the parameter (weight decay marks and the like), and its hooks."""
+    param.__dict__.update({k: v for k, v in original.__dict__.items() if k != "_hsdp_taken"})
+    for hook in (original._backward_hooks or {}).values():
+        param.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
+        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | None) -> Placement:
@@ -245,17 +352,7 @@ def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | 
 
 
 def _master(bucket: Bucket, originals: Sequence[nn.Parameter], backend: TorchBackend) -> Tensor:
-    params = [originals[m.index] for m in bucket.params.members]
+    params = [local_of(originals[m.index]) for m in bucket.params.members]
     if any(p.is_meta for p in params):
         return torch.empty(bucket.params.numel, dtype=params[0].dtype, device="meta")
     return backend.shard_params(bucket.mesh, bucket.params, params)
-
-
-def _local(param: nn.Parameter) -> Tensor:
-    assert isinstance(param, DTensor)
-    return param._local_tensor
-
-
-def _set_local(param: nn.Parameter, row: Tensor) -> None:
-    assert isinstance(param, DTensor)
-    param._local_tensor = row

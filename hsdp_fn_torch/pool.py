@@ -19,7 +19,7 @@ class BufferPool:
     """Flat buffers of one device. Reuses them between `open` and `close`; at any other time it only allocates."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._limit = _LARGE if device.type == "cpu" else float("inf")
         self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._users = 0
@@ -37,12 +37,12 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized 1-D tensor, possibly over memory that an earlier one has left."""
         if not self._users or numel * dtype.itemsize < self._limit:
-            return torch.empty(numel, dtype=dtype, device=self._device)
+            return torch.empty(numel, dtype=dtype, device=self.device)
         for kept in self._kept.get((numel, dtype), ()):
             if _idle(kept):
                 return kept.detach()
         self.trim()  # idle buffers of other sizes would only add to the peak
-        buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        buffer = torch.empty(numel, dtype=dtype, device=self.device)
         self._kept.setdefault((numel, dtype), []).append(buffer)
         return buffer.detach()
 

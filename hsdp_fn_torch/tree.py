@@ -8,21 +8,23 @@ leaves the committed state as it was.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from hsdp_fn import ROOT, HSDPState, ParamSpec, RankMismatchError, UnitSpec, UnitState, plan_layout
+from hsdp_fn import ROOT, HSDPState, MeshError, ParamSpec, RankMismatchError, UnitSpec, UnitState, plan_layout
 from hsdp_fn import unit as on_unit
 from hsdp_fn.layout import Layout, Placement
 from hsdp_fn.state import Token
 
 from .binding import Tables
 from .frame import Frame
-from .group import Group
+from .group import Group, group_of, groups_of
 from .mesh import mesh_spec
 
 
@@ -42,10 +44,16 @@ class Tree:
         self.groups = [g for g in groups if g.layout is not None]
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.frame: Frame | None = None
-        self._begun: list[object] = []  # the parameters' versions when the frame began
+        self.last_backward = groups[0].settings.last_backward
+        self.post_optimizer_event = groups[0].settings.post_optimizer_event
+        self._resting: Callable[[], Frame | None] = lambda: None  # the last frame, as long as a graph of it is alive
+        self._values: list[object] = []  # the parameters' versions when the frame began
         self._calls = 0
+        self._followers: dict[int, int] = {}
         self._tables = Tables([g.slots for g in self.groups], root.modules())
         self._backend = groups[0].backend
+        _require_one_mesh(self.groups)
+        self.arrange()
         self._facts = [g.facts() for g in self.groups]
         layout = self._plan()
         answers = set(self._backend.exchange(layout.mesh, layout.digest))
@@ -56,16 +64,58 @@ class Tree:
             assert group.unit is not None
             units.append(UnitState(plan.name, group.unit.master))
             group.unit = None
-        self.state = HSDPState(tuple(units), layout, self._backend, 0, 0, (), Token())
+        self.committed = HSDPState(tuple(units), layout, self._backend, 0, 0, (), Token())
 
-    def run(self, group: Group, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, final: bool) -> Any:
+    def arrange(self) -> None:
+        """Work out what settings mean in this tree: the root's default, prefetch lists. Called again when they change.
+
+        Raises:
+            ValueError: a prefetch list names a module of another tree.
+        """
+        for group in self.groups:
+            s, way = group.settings, group.handling
+            default = not any(m is self.root for m in group.modules)
+            way.reshard_after_forward = default if s.reshard_after_forward is None else s.reshard_after_forward
+            way.forward_prefetch = self._indices(s.forward_prefetch)
+            way.backward_prefetch = self._indices(s.backward_prefetch)
+
+    def _indices(self, groups: Sequence[Group] | None) -> tuple[int, ...] | None:
+        if groups is None:
+            return None
+        strangers = [type(g.modules[0]).__name__ for g in groups if g.layout is not None and id(g) not in self.indices]
+        if strangers:
+            raise ValueError(f"modules to prefetch must belong to the same root module; {strangers} don't")
+        return tuple([self.indices[id(g)] for g in groups if g.layout is not None])
+
+    @property
+    def state(self) -> HSDPState:
+        """The committed state, or, while an iteration is under way, the units as they stand."""
+        return self.committed if self.frame is None else self.frame.snapshot()
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or backward is going on at this moment."""
+        return self._calls > 0 or (self.frame is not None and self.frame.in_backward)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def run(
+        self, group: Group, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
         """A call of one of the group's modules, as part of the frame."""
         frame = self._running()
         self._calls += 1
         try:
             if group.layout is None:
                 return call(*args, **kwargs)
-            return frame.run(self.indices[id(group)], call, args, kwargs, final=final)
+            return frame.run(
+                self.indices[id(group)],
+                call,
+                args,
+                kwargs,
+                final=group.runs(module),
+                prefetch=self._calls > 1 or module is self.root,
+            )
         except BaseException:
             # Inside, the caller may catch it and go on; in backward the engine reports it, and the next forward or
             # state_dict finds the frame.
@@ -75,38 +125,44 @@ class Tree:
         finally:
             self._calls -= 1
             if self._calls == 0 and self.frame is frame and not frame.in_backward:
-                frame.pause()
-                if not frame.has_graph:
-                    self.state, self.frame = frame.commit_forward(), None
+                self._pass_ends(frame, module)
+
+    def unshard(self, group: Group, *, wait: bool) -> None:
+        """Gather a group by hand. Communicates: its all-gathers, unless it is there."""
+        frame, index = self._running(), self.indices[id(group)]
+        if wait:
+            frame.hold(index)
+        else:
+            frame.start_unshard(index)
+
+    def reshard(self, group: Group) -> None:
+        """Free a group's full parameters, if they are there."""
+        index, s = self.indices[id(group)], self.committed
+        if self.frame is not None:
+            self.frame.reshard(index)
+        units = tuple(on_unit.reshard(u) if i == index else u for i, u in enumerate(s.units))
+        self.committed = HSDPState(units, s.layout, s.backend, s.step, s.micro, s.ledger, s.token)
+
+    # -- recovery -----------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
         """Forget the running frame: the iteration never happened."""
         if self.frame is not None:
             self.frame.abort()
             self.frame = None
+            self._resting = lambda: None
+        for group in self.groups:
+            group.to_run.clear()
 
     def reset(self) -> None:
         """`drop`, and forget gradients that earlier backwards have held back."""
         self.drop()
-        s = self.state
+        self._resting = lambda: None
+        s = self.committed
         for unit in s.units:
             on_unit.drop_flight(unit, self._backend)
         units = tuple(UnitState(u.name, u.master) for u in s.units)
-        self.state = HSDPState(units, s.layout, s.backend, s.step, 0, (), Token())
-
-    def _running(self) -> Frame:
-        self.undo_failed_backward()
-        frame = self.frame
-        if frame is not None and self._calls == 0 and not frame.in_backward and self._versions() != self._begun:
-            self.drop()  # a forward was left over, and the parameters have changed since
-            frame = None
-        if frame is None:
-            self._refresh()
-            syncs = [g.settings.sync for g in self.groups]
-            frame = Frame(self.state, syncs, tables=self._tables, on_backward=self._backward_begins)
-            self.frame = frame
-            self._begun = self._versions()
-        return frame
+        self.committed = HSDPState(units, s.layout, s.backend, s.step, 0, (), Token())
 
     def undo_failed_backward(self) -> None:
         """Drop a frame whose backward raised: its end was never called."""
@@ -118,18 +174,104 @@ class Tree:
             )
             self.drop()
 
+    @contextmanager
+    def own_parameters(self) -> Iterator[None]:
+        """Inside, every module has its sharded parameters, whatever a running frame has put there."""
+        self.undo_failed_backward()
+        with self._tables.own() if self.frame is not None else nullcontext():
+            yield
+
+    # -- frames -------------------------------------------------------------------------------------------------
+
+    def _running(self) -> Frame:
+        """The frame to go on with, or a new one."""
+        self.undo_failed_backward()
+        frame = self.frame
+        if frame is not None and (self._calls or frame.in_backward):
+            return frame
+        values = self._versions()
+        changed = values != self._values
+        if frame is not None and changed:
+            self.drop()  # a forward was left over, and the parameters have changed since
+            frame = None
+        if frame is None:
+            frame = self.frame = self._next_frame(values, self._resting())
+            self._await_optimizer()
+        return frame
+
+    def _next_frame(self, values: list[object], old: Frame | None) -> Frame:
+        before = self.committed
+        changed = self._refresh(stepped=values != self._values)
+        if old is not None and not changed and values == self._values and old.layout is before.layout:
+            old.backends[:] = [g.unit_backend(self._backend) for g in self.groups]
+            old.resume(self.committed)
+            return old
+        self._values = self._versions()
+        self._resting = lambda: None
+        return Frame(
+            self.committed,
+            [g.handling for g in self.groups],
+            backends=[g.unit_backend(self._backend) for g in self.groups],
+            tables=self._tables,
+            followers=self._followers,
+            on_backward=self._backward_begins,
+            on_wake=self._wake,
+        )
+
+    def _wake(self, frame: Frame) -> bool:
+        """A graph of a frame at rest is differentiated again: go on with it, if nothing has changed since."""
+        if self.frame is not None or self._resting() is not frame or self._versions() != self._values:
+            return False
+        frame.resume(self.committed)
+        self.frame = frame
+        return True
+
+    def _await_optimizer(self) -> None:
+        """Order the next gathers after the event that the user has recorded, once."""
+        event, self.post_optimizer_event = self.post_optimizer_event, None
+        if event is None:
+            return
+        if self._backend.device.type == "cpu":
+            event.synchronize()
+        else:
+            torch.accelerator.current_stream(self._backend.device).wait_event(event)
+
+    def _rest(self, state: HSDPState) -> None:
+        assert self.frame is not None
+        self.committed, self._resting, self.frame = state, weakref.ref(self.frame), None
+
+    def _pass_ends(self, frame: Frame, module: nn.Module) -> None:
+        """The outermost call has returned."""
+        if module is self.root:
+            for index, group in enumerate(self.groups):
+                if group.to_run:  # only some of its modules ran
+                    group.to_run.clear()
+                    frame.complete(index)
+        frame.pause()
+        if not frame.has_graph:
+            self._rest(frame.rest_forward(stay=True))
+
     def _versions(self) -> list[object]:
         """What changes when somebody updates or replaces a parameter."""
-        return [fact for g in self.groups for fact in g.marks()]
+        return [fact for i, g in enumerate(self.groups) for fact in g.marks(self._tables.standing(i))]
 
-    def _refresh(self) -> None:
-        """Follow what has changed outside: settings, frozen parameters, replaced local tensors."""
-        s = self.state
+    def _refresh(self, *, stepped: bool) -> bool:
+        """Follow what has changed outside: settings, frozen parameters, replaced local tensors. Whether a frame of the
+        old layout can't go on. Full parameters of before an update are forgotten."""
+        s = self.committed
         facts = [g.facts() for g in self.groups]
         layout = s.layout if facts == self._facts else self._plan()
         self._facts = facts
-        units = tuple(g.adopt(p, u) for g, p, u in zip(self.groups, layout.units, s.units, strict=True))
-        self.state = HSDPState(units, layout, s.backend, s.step, s.micro, (), Token())
+        if stepped or layout is not s.layout:
+            for u in s.units:
+                on_unit.drop_flight(u, self._backend)
+        units = tuple(
+            g.adopt(p, _without_full(u) if stepped else u)
+            for g, p, u in zip(self.groups, layout.units, s.units, strict=True)
+        )
+        step, micro = (s.step + 1, 0) if stepped and s.micro else (s.step, s.micro)
+        self.committed = HSDPState(units, layout, s.backend, step, micro, (), Token())
+        return layout is not s.layout or any(a.master is not b.master for a, b in zip(units, s.units, strict=True))
 
     def _plan(self) -> Layout:
         specs: list[ParamSpec] = []
@@ -143,7 +285,16 @@ class Tree:
             name = min((paths[id(m)] for m in group.modules), key=lambda n: (n != ROOT,))
             settings = group.settings
             owned = tuple(n for s in mine for n in (s.name, *s.aliases))
-            units.append(UnitSpec(name, owned, settings.reshard_after_forward, settings.mp_policy, settings.reduction))
+            units.append(
+                UnitSpec(
+                    name,
+                    owned,
+                    settings.reshard_after_forward,
+                    settings.mp_policy,
+                    settings.reduction,
+                    settings.fused,
+                )
+            )
         return plan_layout(
             specs,
             mesh_spec(self.groups[0].mesh),
@@ -152,26 +303,97 @@ class Tree:
             placement_fn=lambda spec: placements[spec.name],
         )
 
+    # -- backward -----------------------------------------------------------------------------------------------
+
     def _backward_begins(self) -> None:
-        if self.frame is not None:
-            self.frame.syncs = tuple([g.settings.sync for g in self.groups])
+        frame = self.frame
+        assert frame is not None
+        if frame.follow([g.settings.reduction for g in self.groups]):
+            self._facts = []  # the layout isn't the plan of these any more
         Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        """Commit the frame and give the gradients to the parameters."""
-        assert self.frame is not None
-        state, self.frame = self.frame.commit(), None
+        """Commit, and give the gradients to the parameters. The frame goes on if graphs are left."""
+        frame = self.frame
+        assert frame is not None
+        frame.settle(last=self.last_backward)
+        state = frame.snapshot(micro=1)
+        ledger = list(state.ledger)
         units = []
         for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
-            unit = on_unit.finish_reduce(unit, plan, self._backend, [])
-            for param, grad in group.gradients(unit, plan):
-                param.grad = grad if param.grad is None else param.grad + grad
-                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-                    hook(param)
-            units.append(
-                UnitState(unit.name, unit.master, unit.full, unit.acc_full, unit.acc_partial, unit.reducing, None)
+            group.to_run.clear()
+            units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(self._backend), ledger))
+        self._backend.settle()  # gradients that were on their way to the host are there
+        for group, plan, unit in reversed(list(zip(self.groups, state.layout.units, units, strict=True))):
+            group.deliver(unit, plan)
+        units = [UnitState(u.name, u.master, u.full, u.acc_full, u.acc_partial, None, None) for u in units]
+        state = HSDPState(tuple(units), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token())
+        frame.resume(state)
+        if self._calls or frame.has_graph:
+            self.committed = state
+        else:
+            self._rest(frame.rest())
+
+
+def tree_of(module: nn.Module, *, outermost: bool = False) -> Tree:
+    """The tree that the module belongs to. The first module that asks becomes the root of one; with ``outermost``, the
+    outermost sharded module above it does. Making one communicates one short message a rank.
+
+    Raises:
+        RuntimeError: a module below was the root of a tree of its own; it can't be the root, being one of a list.
+    """
+    tree: Tree | None = module.__dict__.get("_hsdp_tree")
+    if tree is not None:
+        return tree
+    above = module.__dict__.get("_hsdp_inner")
+    root = (above() if outermost and above is not None else None) or module
+    for m in root.modules():
+        if "_hsdp_tree" in m.__dict__:
+            name = next(n for n, other in root.named_modules() if other is m)
+            raise RuntimeError(f"module {name!r} ran forward as a root of its own before {type(root).__name__}")
+    if len(group_of(root).modules) > 1:
+        raise RuntimeError("fully_shard of a list can't be the single root module; shard the module around it too")
+    tree = Tree(root, groups_of(root))
+    for m in root.modules():
+        if "_hsdp_group" in m.__dict__:
+            m.__dict__["_hsdp_tree"] = tree
+    return tree
+
+
+def existing_tree(module: nn.Module) -> Tree:
+    """The tree that the module belongs to.
+
+    Raises:
+        RuntimeError: there is none yet.
+    """
+    tree: Tree | None = module.__dict__.get("_hsdp_tree")
+    if tree is None:
+        raise RuntimeError("the state exists from the root's first forward on")
+    return tree
+
+
+def own_parameters(module: nn.Module) -> AbstractContextManager[None]:
+    """`Tree.own_parameters` of the module's tree, if it has one."""
+    tree: Tree | None = module.__dict__.get("_hsdp_tree")
+    return tree.own_parameters() if tree is not None else nullcontext()
+
+
+def _without_full(u: UnitState) -> UnitState:
+    """Full parameters of before an update are worth nothing."""
+    return UnitState(u.name, u.master, None, u.acc_full, u.acc_partial, u.reducing, u.grad)
+
+
+def _require_one_mesh(groups: Sequence[Group]) -> None:
+    root = mesh_spec(groups[0].mesh) if groups else None
+    for group in groups:
+        spec = mesh_spec(group.mesh)
+        if (
+            root is not None
+            and spec != root
+            and not (group.settings.whole and sorted(spec.ranks) == sorted(root.ranks))
+        ):
+            names = [type(m).__name__ for m in group.modules]
+            raise MeshError(
+                f"modules {names} are sharded over mesh {group.mesh}, the root over {groups[0].mesh}; one mesh for all "
+                f"modules below a root is supported"
             )
-        self._backend.settle()
-        self.state = HSDPState(
-            tuple(units), state.layout, state.backend, state.step, state.micro, state.ledger, state.token
-        )
