@@ -2,6 +2,7 @@
 VENV    ?= .venv
 PYTHON  ?= python3
 NPROC   ?= 2
+API     ?= functional
 ARGS    ?=
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
@@ -22,8 +23,10 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 # The main job: a byte-level transformer on the Python standard library's sources. ARGS="--help" lists its options.
+# API=facade runs the same training with fully_shard.
 train: $(READY)
-	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=$(NPROC) examples/torch/train_gpt.py $(ARGS)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=$(NPROC) \
+	  examples/torch/train_gpt.py --api $(API) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
@@ -35,7 +38,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy hsdp_fn hsdp_fn_torch
 
-# Ours, FSDP2 and the no-communication floor, alternating, in one run.
+# Both APIs, FSDP2 and the no-communication floor, alternating, in one run.
 bench: $(READY)
 	$(BIN)/python benchmarks/step.py $(ARGS)
 

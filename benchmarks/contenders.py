@@ -1,4 +1,4 @@
-"""What is compared: this library, FSDP2 as it comes, FSDP2 with explicit prefetch, and each rank computing alone.
+"""What is compared: this library's two APIs, FSDP2 with and without explicit prefetch, and each rank computing alone.
 
 Every contender trains its own copy of one model. A step has two parts, which are timed apart: `gradients` is forward,
 backward and every reduction finished; `update` is the optimizer and whatever makes the next step possible.
@@ -17,23 +17,24 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hsdp_fn import grads, reset_iter, wait
 from hsdp_fn_torch import functional_call, optimizer_step, shard_module, shard_parameters, value_and_grad
+from hsdp_fn_torch.facade import fully_shard
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[..., Tensor]
 LEARNING_RATE = 1e-3
 
-OURS, FSDP2, PREFETCH, FLOOR = "ours", "fsdp2", "fsdp2 prefetch", "floor"
+OURS, FACADE, FSDP2, PREFETCH, FLOOR = "ours", "facade", "fsdp2", "fsdp2 prefetch", "floor"
 
 
 class Contender(Protocol):
     """One way to train the model.
 
     Attributes:
-        name: one of `OURS`, `FSDP2`, `PREFETCH`, `FLOOR`.
+        name: one of `OURS`, `FACADE`, `FSDP2`, `PREFETCH`, `FLOOR`.
         mark: called between forward and backward.
     """
 
@@ -107,23 +108,22 @@ class Ours:
 
 
 class Fully:
-    """FSDP2: `fully_shard` on each unit, then on the model.
+    """`fully_shard` on each unit, then on the model: this library's (`FACADE`) or torch's (FSDP2).
 
     Args:
-        prefetch: also tell each unit to gather the next one, in forward and in backward.
+        name: `PREFETCH` also tells each unit to gather the next one, in forward and in backward.
     """
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[str], mesh: DeviceMesh, loss: Loss, *, prefetch: bool = False
-    ) -> None:
-        self.name = PREFETCH if prefetch else FSDP2
+    def __init__(self, name: str, model: nn.Module, units: Sequence[str], mesh: DeviceMesh, loss: Loss) -> None:
+        self.name = name
         self.mark: Callable[[], None] = nothing
         self._loss = loss
         modules: list[Any] = [model.get_submodule(name) for name in units]
+        shard: Callable[..., Any] = fully_shard if name == FACADE else torch_fully_shard
         for module in modules:
-            fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if prefetch:
+            shard(module, mesh=mesh)
+        shard(model, mesh=mesh)
+        if name == PREFETCH:
             for earlier, later in pairwise(modules):
                 earlier.set_modules_to_forward_prefetch([later])
                 later.set_modules_to_backward_prefetch([earlier])
@@ -177,15 +177,16 @@ class Alone:
 def contenders(
     model: nn.Module, units: Sequence[str], mesh: DeviceMesh, loss: Loss, *, hand_out: bool = False
 ) -> list[Contender]:
-    """All four, each with its own copy of the model. Communicates: what `shard_module` and `fully_shard` do."""
+    """All five, each with its own copy of the model. Communicates: what `shard_module` and `fully_shard` do."""
 
     def fresh() -> nn.Module:
         return copy.deepcopy(model)
 
     return [
         Ours(fresh(), units, mesh, loss, hand_out=hand_out),
-        Fully(fresh(), units, mesh, loss),
-        Fully(fresh(), units, mesh, loss, prefetch=True),
+        Fully(FACADE, fresh(), units, mesh, loss),
+        Fully(FSDP2, fresh(), units, mesh, loss),
+        Fully(PREFETCH, fresh(), units, mesh, loss),
         Alone(fresh(), loss),
     ]
 

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from .contenders import FLOOR, FSDP2, OURS, PREFETCH, Batch, Contender, contenders, rotated
+from .contenders import FACADE, FLOOR, FSDP2, OURS, PREFETCH, Batch, Contender, contenders, rotated
 from .observe import Observer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "torch"))
@@ -110,8 +110,24 @@ def summary(size: Size, ranks: Sequence[dict[str, Record]]) -> dict[str, Any]:
         "fsdp2_prefetch_wall_over_floor": _ratio(wall, PREFETCH, FLOOR),
         "cpu_ratio_with_optimizer": _ratio(whole_cpu, OURS, FSDP2),
         "wall_ratio_with_optimizer": _ratio(whole_wall, OURS, FSDP2),
-        "losses_equal": all(rank[OURS].losses == rank[FSDP2].losses == rank[PREFETCH].losses for rank in ranks),
-        "collectives_equal": all(rank[OURS].collectives == rank[FSDP2].collectives for rank in ranks),
+        "facade": {
+            "cpu_ratio": _ratio(cpu, FACADE, FSDP2),
+            "wall_ratio": _ratio(wall, FACADE, FSDP2),
+            "wall_over_floor": _ratio(wall, FACADE, FLOOR),
+            "peak_bytes_ratio": first[FACADE].peak / first[FSDP2].peak,
+            "cpu_ratio_with_optimizer": _ratio(whole_cpu, FACADE, FSDP2),
+            "wall_ratio_with_optimizer": _ratio(whole_wall, FACADE, FSDP2),
+            "cpu_ratio_to_ours": _ratio(cpu, FACADE, OURS),
+            "wall_ratio_to_ours": _ratio(wall, FACADE, OURS),
+            "cpu_ratio_to_ours_with_optimizer": _ratio(whole_cpu, FACADE, OURS),
+            "wall_ratio_to_ours_with_optimizer": _ratio(whole_wall, FACADE, OURS),
+        },
+        "losses_equal": all(
+            rank[who].losses == rank[OURS].losses for rank in ranks for who in (FACADE, FSDP2, PREFETCH)
+        ),
+        "collectives_equal": all(
+            rank[who].collectives == rank[FSDP2].collectives for rank in ranks for who in (OURS, FACADE)
+        ),
         "parameters": parameters(size),
         "steps": size.steps,
         "size": {**asdict(size.config), "batch": size.batch},

@@ -33,7 +33,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks import measure, unit_cost
-from benchmarks.contenders import FLOOR, OURS
+from benchmarks.contenders import FACADE, FLOOR, OURS
 
 CHOICES = ("unit", "overhead", "compute", "wide")
 UNIT_STEPS = 40
@@ -119,15 +119,24 @@ def _size_table(name: str, r: dict[str, Any]) -> list[str]:
             f"  {who:16}{c['wall_ms']:10.1f}{c['cpu_ms']:10.1f}{c['wall_ms'] / floor:12.2f}{with_optimizer:>26}"
             f"{c['peak_bytes'] / 1e6:10.2f}{counts.get('all_gather', 0):9}{counts.get('reduce_scatter', 0):9}"
         )
-    ratio = f"  {OURS} / fsdp2"
+    f = r["facade"]
     lines += [
-        f"{ratio}: cpu {r['cpu_ratio']:.2f}, wall {r['wall_ratio']:.2f}; with optimizer cpu "
-        f"{r['cpu_ratio_with_optimizer']:.2f}, wall {r['wall_ratio_with_optimizer']:.2f}; peak bytes "
-        f"{r['peak_bytes_ratio']:.3f}",
+        _ratios(OURS, r),
+        _ratios(FACADE, f),
+        f"  {FACADE} / {OURS}: cpu {f['cpu_ratio_to_ours']:.2f}, wall {f['wall_ratio_to_ours']:.2f}; with optimizer "
+        f"cpu {f['cpu_ratio_to_ours_with_optimizer']:.2f}, wall {f['wall_ratio_to_ours_with_optimizer']:.2f}",
         f"  losses {'equal, bit for bit' if r['losses_equal'] else 'DIFFER'}; "
         f"collectives {'equal' if r['collectives_equal'] else 'DIFFER'}",
     ]
     return lines
+
+
+def _ratios(who: str, r: dict[str, Any]) -> str:
+    return (
+        f"  {who} / fsdp2: cpu {r['cpu_ratio']:.2f}, wall {r['wall_ratio']:.2f}; with optimizer cpu "
+        f"{r['cpu_ratio_with_optimizer']:.2f}, wall {r['wall_ratio_with_optimizer']:.2f}; peak bytes "
+        f"{r['peak_bytes_ratio']:.3f}"
+    )
 
 
 def _unit_table(r: dict[str, Any]) -> list[str]:
@@ -143,9 +152,15 @@ def _unit_table(r: dict[str, Any]) -> list[str]:
             f"  {who:16}{c['forward']:10.0f}{c['backward']:10.0f}{c['total']:10.0f}{c['net']:12.0f}"
             f"{c['further_parameter']:21.1f}{buffers:>21}"
         )
+    f = r["facade"]
+    lines += [
+        f"  {who} / fsdp2: total {x['unit_cost_ratio']:.2f}, over floor {x['unit_cost_ratio_net']:.2f}; "
+        f"peak bytes {x['buffers_ratio']:.3f}"
+        for who, x in ((OURS, r), (FACADE, f))
+    ]
     lines.append(
-        f"  {OURS} / fsdp2: total {r['unit_cost_ratio']:.2f}, over floor {r['unit_cost_ratio_net']:.2f}; "
-        f"peak bytes {r['buffers_ratio']:.3f}"
+        f"  {FACADE} / {OURS}: total {f['unit_cost_ratio_to_ours']:.2f}, "
+        f"over floor {f['unit_cost_ratio_net_to_ours']:.2f}"
     )
     return lines
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .contenders import FLOOR, FSDP2, OURS, Contender, contenders, rotated
+from .contenders import FACADE, FLOOR, FSDP2, OURS, Contender, contenders, rotated
 from .observe import Observer
 
 UNITS = 64
@@ -49,7 +49,8 @@ def measure(steps: int, warmup: int) -> dict[str, Any]:
         ``cost``: median CPU microseconds a unit and step, by contender: ``forward``, ``backward``, ``total`` and
         ``net`` (total less the floor's) of 64 x Linear(8, 8), and ``further_parameter``, what each more parameter in a
         unit adds to the net total. The first three contain the layer's own compute.
-        ``unit_cost_ratio``, ``unit_cost_ratio_net``: ours over FSDP2's total and net.
+        ``unit_cost_ratio``, ``unit_cost_ratio_net``: ours over FSDP2's total and net; under ``facade`` the facade's,
+        also over ours.
         ``buffers``: peak in one step above the sharded parameters and their gradients, in buffers of a whole unit, and
         ``buffers_ratio``: the whole peak over FSDP2's. 12 x Linear(256, 256), so that activations count for nothing.
     """
@@ -69,6 +70,13 @@ def measure(steps: int, warmup: int) -> dict[str, Any]:
         "unit_cost_ratio": cost[OURS]["total"] / cost[FSDP2]["total"],
         "unit_cost_ratio_net": cost[OURS]["net"] / cost[FSDP2]["net"],
         "buffers_ratio": peaks[OURS] / peaks[FSDP2],
+        "facade": {
+            "unit_cost_ratio": cost[FACADE]["total"] / cost[FSDP2]["total"],
+            "unit_cost_ratio_net": cost[FACADE]["net"] / cost[FSDP2]["net"],
+            "unit_cost_ratio_to_ours": cost[FACADE]["total"] / cost[OURS]["total"],
+            "unit_cost_ratio_net_to_ours": cost[FACADE]["net"] / cost[OURS]["net"],
+            "buffers_ratio": peaks[FACADE] / peaks[FSDP2],
+        },
         "cost": cost,
         "buffers": {name: (peak - 2 * at_rest) / unit for name, peak in peaks.items()},
         "steps": steps,

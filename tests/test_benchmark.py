@@ -41,6 +41,15 @@ def test_overhead_has_each_ratio_finite_and_positive(run: tuple[dict[str, Any], 
     assert value > 0
 
 
+@pytest.mark.parametrize(
+    "key", ["cpu_ratio", "wall_ratio", "peak_bytes_ratio", "cpu_ratio_to_ours", "wall_ratio_to_ours"]
+)
+def test_the_facade_has_each_ratio_finite_and_positive(run: tuple[dict[str, Any], str], key: str) -> None:
+    value = run[0]["overhead"]["facade"][key]
+    assert math.isfinite(value)
+    assert value > 0
+
+
 def test_every_number_written_is_finite(run: tuple[dict[str, Any], str]) -> None:
     assert [path for path, value in numbers(run[0]) if not math.isfinite(value)] == []
 
@@ -57,9 +66,10 @@ def test_losses_and_collectives_are_those_of_fsdp2(run: tuple[dict[str, Any], st
     report, _ = run
     assert report["overhead"]["losses_equal"]
     assert report["overhead"]["collectives_equal"]
-    assert report["overhead"]["contenders"]["ours"]["collectives"] == {"all_gather": 25, "reduce_scatter": 13}
+    for who in ("ours", "facade"):
+        assert report["overhead"]["contenders"][who]["collectives"] == {"all_gather": 25, "reduce_scatter": 13}
 
 
 def test_the_table_names_every_contender(run: tuple[dict[str, Any], str]) -> None:
-    for name in ("ours", "fsdp2", "fsdp2 prefetch", "floor"):
+    for name in ("ours", "facade", "fsdp2", "fsdp2 prefetch", "floor"):
         assert run[1].count(f"  {name} ") >= 2, name

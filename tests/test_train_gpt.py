@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +58,9 @@ def execute(command: list[str]) -> Finished:
     return Finished(process.returncode, out, err)
 
 
-def torchrun(*arguments: str | Path) -> Finished:
-    """The example on two processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def torchrun(*arguments: str | Path, processes: int = 2) -> Finished:
+    """The example on this many processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return execute([*launcher, str(SCRIPT), *map(str, arguments)])
 
 
@@ -76,6 +79,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     run = torchrun(*TINY, "--out", out)
     assert run.code == 0, run.err
     return out, run
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By API, the folder of a run that was left two steps after a save, as if killed."""
+
+    @cache
+    def run(api: str) -> Path:
+        out = tmp_path_factory.mktemp(api)
+        stopped = torchrun(*TINY, "--out", out, "--api", api, "--stop-after", "6")
+        assert stopped.code == 0, stopped.err
+        return out
+
+    return run
 
 
 def test_a_run_writes_report_curve_and_checkpoint(whole: tuple[Path, Finished]) -> None:
@@ -102,22 +119,63 @@ def test_the_report_has_losses_entropy_collectives_memory_and_sample(whole: tupl
     assert total.endswith("equal, in the same order")
 
 
-def test_an_interrupted_run_continues_with_exactly_the_same_losses_and_weights(
-    whole: tuple[Path, Finished], tmp_path: Path
+def assert_same_run(mine: Path, theirs: Path, processes: int = 2) -> None:
+    """All losses, parameters and optimizer states of two runs are equal bit for bit."""
+    for name in ("train", "valid"):
+        assert pointer(mine)[name] == pointer(theirs)[name]
+    for rank in range(processes):
+        torch.testing.assert_close(saved(mine, rank), saved(theirs, rank), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("apis", [("functional", "functional"), ("functional", "facade"), ("facade", "functional")])
+def test_an_interrupted_run_continues_exactly_whichever_api_each_part_uses(
+    apis: tuple[str, str], whole: tuple[Path, Finished], interrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    out, _ = whole
-    stopped = torchrun(*TINY, "--out", tmp_path, "--stop-after", "6")  # as if killed two steps after a save
-    assert stopped.code == 0, stopped.err
+    first, second = apis
+    shutil.copytree(interrupted(first), tmp_path, dirs_exist_ok=True)
     assert pointer(tmp_path)["step"] == 4
-    resumed = torchrun(*TINY, "--out", tmp_path, "--resume")
+    resumed = torchrun(*TINY, "--out", tmp_path, "--api", second, "--resume")
     assert resumed.code == 0, resumed.err
     assert "continuing after step 4 of 10" in resumed.out
-    for name in ("train", "valid"):
-        assert pointer(tmp_path)[name] == pointer(out)[name]
-    for rank in (0, 1):
-        mine, theirs = saved(tmp_path, rank), saved(out, rank)
-        assert mine["masters"].keys() == theirs["masters"].keys()
-        assert all(torch.equal(rows, theirs["masters"][name]) for name, rows in mine["masters"].items())
+    assert_same_run(tmp_path, whole[0])
+
+
+def test_the_facade_has_the_losses_weights_and_report_of_the_functional_api(
+    whole: tuple[Path, Finished], tmp_path: Path
+) -> None:
+    run = torchrun(*TINY, "--out", tmp_path, "--api", "facade")
+    assert run.code == 0, run.err
+    assert "facade API" in run.out
+    assert_same_run(tmp_path, whole[0])
+
+    def lines(out: Path) -> list[str]:
+        text = (out / "report.txt").read_text().splitlines()
+        return [line for line in text if "tokens/s" not in line and not line.startswith("  at peak ")]
+
+    assert lines(tmp_path) == lines(whole[0])
+    again = torchrun(*TINY, "--out", tmp_path, "--api", "facade", "--resume", "--sample-bytes", "0")  # nothing to do
+    assert again.code == 0, again.err
+    assert "continuing after step 10 of 10" in again.out
+    assert_same_run(tmp_path, whole[0])
+
+
+@pytest.mark.parametrize(
+    ("processes", "line"),
+    [
+        (3, "--batch-size 12 --microbatches 2"),
+        (4, "--mesh 2x2 --microbatches 2 --param-dtype bfloat16 --reduce-dtype float32"),
+        (2, "--microbatches 2 --sync none --param-dtype bfloat16 --reshard always --checkpoint-activations reentrant"),
+    ],
+)
+def test_both_apis_are_equal_with_replicas_accumulation_and_mixed_precision(
+    processes: int, line: str, tmp_path: Path
+) -> None:
+    short = shlex.split("--steps 3 --valid-every 0 --save-every 0 --sample-bytes 0")
+    for api in ("functional", "facade"):
+        run = torchrun(*TINY, *short, *line.split(), "--api", api, "--out", tmp_path / api, processes=processes)
+        assert run.code == 0, run.err
+        assert "  equal, in " in run.out
+    assert_same_run(tmp_path / "facade", tmp_path / "functional", processes)
 
 
 @pytest.mark.parametrize(("sync", "mesh"), [("shard", "2"), ("none", "2x1")])
@@ -131,9 +189,9 @@ def test_two_microbatches_train_as_one_does(sync: str, mesh: str, whole: tuple[P
 def test_a_difference_from_the_prediction_is_exit_code_1(tmp_path: Path) -> None:
     # A world of one issues no collective, so a prediction of any is wrong. Such a world needs no torchrun.
     code = """if True:
-        import sys, train_gpt
+        import sys, train_gpt, trainers
         from hsdp_fn import Collective
-        train_gpt.expected_comm = lambda *_, **__: (Collective("all_gather", "", 0, "float32", 4, 2, 0),)
+        trainers.expected_comm = lambda *_, **__: (Collective("all_gather", "", 0, "float32", 4, 2, 0),)
         sys.exit(train_gpt.main())
     """
     run = execute([sys.executable, "-c", code, *TINY, "--steps", "2", "--out", str(tmp_path)])
@@ -162,6 +220,8 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("--seq-len 100000000", {}, "data must have at least seq_len + 1 = 100000001 bytes"),
     ("--corpus-bytes 10", {}, "--corpus-bytes 10: too little text"),
     ("--stop-after 11", {}, "--stop-after 11 is beyond --steps 10"),
+    ("--api facade --prefetch 2", {}, "--prefetch 2 needs --api functional; the facade gathers one unit ahead"),
+    ("--api fsdp", {}, "argument --api: invalid choice: 'fsdp'"),
     ("--prompt=", {}, "--prompt must have at least one character"),
     ("--device npu", {}, "--device npu needs the package torch_npu, which can't be imported"),
     ("--device cuda", {"LOCAL_RANK": "99"}, "--device cuda: each process needs a device of its own"),

@@ -5,7 +5,7 @@
     <out>/checkpoint/b/...           the other folder: the next save writes to the one that isn't valid
 
 So a run that is killed at any moment leaves the last complete checkpoint valid. Nothing random is saved: batches are a
-function of the seed and the step.
+function of the seed and the step. Both APIs write the same files, by parameter name, so either continues the other's.
 """
 
 import json
@@ -18,11 +18,12 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from options import Options, Refused, World
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hsdp_fn import HSDPState, load_masters, masters
+from hsdp_fn import HSDPState, load_masters
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(slots=True)
@@ -46,17 +47,32 @@ class Saved:
         step: optimizer steps done.
         history: of these steps.
         rows: this process's rows of every parameter, on the CPU.
-        optimizer: the state dict of its optimizer.
+        optimizer: by parameter name, what its optimizer keeps for these rows.
     """
 
     step: int
     history: History
     rows: Mapping[str, Tensor]
-    optimizer: dict[str, Any]
+    optimizer: Mapping[str, Mapping[str, Any]]
 
     def restore(self, state: HSDPState) -> HSDPState:
         """The state with these masters and this step. Build the optimizer over it afterwards."""
         return load_masters(state, self.rows, step=self.step)
+
+    @torch.no_grad()
+    def restore_parameters(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Copy the rows into parameters that are DTensors."""
+        for name, param in params.items():
+            param.copy_(_like(param, self.rows[name].to(param.device)))
+
+    def restore_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        """Continue an optimizer that was built over ``params.values()``."""
+        state = {
+            at: {key: _like(params[name], value) for key, value in self.optimizer[name].items()}
+            for at, name in enumerate(params)
+            if name in self.optimizer
+        }
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 class Checkpoints:
@@ -124,18 +140,29 @@ class Checkpoints:
             found = "; ".join(f"{name} is {facts.get(name)} there, {self._facts[name]} here" for name in other)
             raise Refused(f"--resume: {self._where} is of another configuration: {found}")
 
-    def save(self, state: HSDPState, optimizer: torch.optim.Optimizer, history: History) -> None:
-        """Write a checkpoint of `state` between two steps. Communicates: one barrier over all processes."""
+    def save(
+        self, step: int, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, history: History
+    ) -> None:
+        """Write a checkpoint between two steps. Communicates: one barrier over all processes.
+
+        Args:
+            step: optimizer steps done.
+            params: this process's rows, or DTensors of them, by name; `optimizer` is over these.
+        """
         folder = self.folder / self._next
         folder.mkdir(parents=True, exist_ok=True)
-        rows = {name: row.detach().cpu().clone() for name, row in masters(state).items()}
-        content = {"step": state.step, "masters": rows, "optimizer": optimizer.state_dict()}
+        kept = {
+            name: {key: _own(value) for key, value in optimizer.state[param].items()}
+            for name, param in params.items()
+            if param in optimizer.state
+        }
+        content = {"step": step, "masters": {name: _own(p) for name, p in params.items()}, "optimizer": kept}
         _write(folder / f"rank-{self._world.rank}.pt", lambda file: torch.save(content, file))
         dist.barrier()
         if self._world.rank == 0:
             pointer = {
                 "folder": self._next,
-                "step": state.step,
+                "step": step,
                 **self._shape,
                 "facts": self._facts,
                 "train": history.train,
@@ -145,6 +172,25 @@ class Checkpoints:
         # Process 0 moves the pointer before it joins any later collective, so no other process can come to overwrite
         # the folder that was valid until now while it still is.
         self._next = "b" if self._next == "a" else "a"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own(value: Any) -> Any:
+    """A tensor's local part on the CPU, with memory of its own."""
+    return local(value.detach()).cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _like(param: nn.Parameter, value: Any) -> Any:
+    """Rows as `param` has them: as a DTensor where it is one. Other values, such as step counts, themselves."""
+    if not (isinstance(param, DTensor) and isinstance(value, Tensor) and value.shape == param.to_local().shape):
+        return value
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -181,7 +181,12 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--heads", type=one, metavar="N", default=4, help="attention heads; must divide --dim")
 
     shard = parser.add_argument_group("sharding")
-    shard.add_argument("--api", choices=["functional"], default="functional", help="which API the loop is written in")
+    shard.add_argument(
+        "--api",
+        choices=["functional", "facade"],
+        default="functional",
+        help="functions from state to state, or a fully_shard module in an ordinary loop; the losses are the same",
+    )
     shard.add_argument(
         "--mesh",
         type=_mesh,
@@ -275,6 +280,8 @@ def parse(argv: Sequence[str] | None, world: World) -> Options:
         raise Refused(f"--stop-after {options.stop_after} is beyond --steps {options.steps}")
     if options.sample_bytes and not options.prompt:
         raise Refused("--prompt must have at least one character (or give --sample-bytes 0)")
+    if options.api == "facade" and options.prefetch != 1:
+        raise Refused(f"--prefetch {options.prefetch} needs --api functional; the facade gathers one unit ahead")
     return options
 
 

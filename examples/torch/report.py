@@ -4,20 +4,20 @@ import importlib.util
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import History
+from checkpoint import History, local
 from options import Options, say
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hsdp_fn import Collective, HSDPState, masters, memory_bytes, totals
+from hsdp_fn import Collective, HSDPState, totals
 
 FINAL_STEPS = 50  # the train loss that is reported at the end is the mean over this many
 UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
@@ -109,13 +109,13 @@ class PeakMemory:
 
     Args:
         device: where the computation runs.
-        state, optimizer: whose tensors exist already; others are noticed when an operator returns a view of them.
+        params, optimizer: whose tensors exist already; others are noticed when an operator returns a view of them.
     """
 
-    def __init__(self, device: torch.device, state: HSDPState, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, device: torch.device, params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._tracker = _LiveStorages([*masters(state).values(), *_tensors(optimizer)])
+        self._tracker = _LiveStorages([*(p.detach() for p in params), *_tensors(optimizer)])
         self.nbytes = 0
 
     @property
@@ -156,7 +156,7 @@ class _LiveStorages(TorchDispatchMode):
         return out
 
     def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)
@@ -184,12 +184,17 @@ def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
 
 
-def memory_lines(state: HSDPState, optimizer: torch.optim.Optimizer, peak: PeakMemory | None) -> Iterator[str]:
-    """Memory of this process between steps and at its highest."""
-    whole = sum(p.numel * getattr(torch, p.dtype).itemsize for p in state.layout.params())
-    held = memory_bytes(state)
+def memory_lines(
+    whole: int, held: Mapping[str, int], optimizer: torch.optim.Optimizer, peak: PeakMemory | None
+) -> Iterator[str]:
+    """Memory of this process between steps and at its highest.
+
+    Args:
+        whole: bytes of the whole model's parameters.
+        held: what `memory_bytes` says of the sharding state.
+    """
     fields = ", ".join(f"{name} {size:,}" for name, size in held.items() if size and name != "total")
-    own = sum(t.nbytes for t in _tensors(optimizer))
+    own = sum(local(t).nbytes for t in _tensors(optimizer))
     yield f"  at rest   {held['total'] + own:>13,}  state {held['total']:,} ({fields}), optimizer {own:,}"
     yield f"            {'':>13}  (the whole model: parameters {whole:,}, AdamW {2 * whole:,})"
     if peak is not None:
@@ -203,9 +208,9 @@ class Result:
     Attributes:
         unigram: unigram entropy of the held-out text, nats for each byte.
         first: the step that this run began with: 0, or the checkpoint's.
+        last: the step that it ended with.
         seconds: of this run's training steps, validation and saving apart.
-        state, optimizer: at the end.
-        peak: of the last step; None where there was none to do.
+        memory: see `memory_lines`; empty where the model hasn't run.
         text: the sample, without its prompt.
     """
 
@@ -213,25 +218,25 @@ class Result:
     history: History
     unigram: float
     first: int
+    last: int
     seconds: float
-    state: HSDPState
-    optimizer: torch.optim.Optimizer
     comm: CommTally
-    peak: PeakMemory | None
+    memory: Sequence[str]
     text: bytes
 
     def lines(self) -> list[str]:
         """The final report. Does not communicate."""
-        first, last = self.first, self.state.step
-        covers = f"steps {first + 1} to {last}, validation and sample" if last > first else "sample only"
+        trained = self.last > self.first
+        covers = f"steps {self.first + 1} to {self.last}, validation and sample" if trained else "sample only"
         out = [*self._losses(), ""]
         out += [f"collectives of process 0: {covers}", *self.comm.lines(), ""]
-        out += ["memory of process 0, in bytes", *memory_lines(self.state, self.optimizer, self.peak)]
-        return [*out, "", *self._sample()] if self.text else out
+        if self.memory:
+            out += ["memory of process 0, in bytes", *self.memory, ""]
+        return [*out, *self._sample()] if self.text else out[:-1]
 
     def _losses(self) -> Iterator[str]:
-        recent, steps = self.history.train[-FINAL_STEPS:], self.state.step - self.first
-        yield f"losses after {self.state.step} steps, in nats per byte"
+        recent, steps = self.history.train[-FINAL_STEPS:], self.last - self.first
+        yield f"losses after {self.last} steps, in nats per byte"
         yield f"  train            {sum(recent) / len(recent):.4f}  (mean of the last {len(recent)} steps)"
         yield f"  validation       {self.history.valid[-1][1]:.4f}  (held-out files)"
         yield f"  unigram entropy  {self.unigram:.4f}  (validation loss of byte frequencies alone)"
