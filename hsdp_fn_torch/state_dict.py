@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, cast
@@ -45,7 +46,11 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     Raises:
         ValueError: ``broadcast_from_rank0`` without ``full_state_dict``.
     """
-    _settle(model)
+    with _at_rest(model):
+        return _get_model(model, options)
+
+
+def _get_model(model: nn.Module, options: StateDictOptions | None) -> dict[str, Any]:
     found = cast("dict[str, Any]", dcp.get_model_state_dict(model, options=options))
     if options is not None and options.ignore_frozen_params:
         # Torch leaves out only the first name of a tied one.
@@ -80,11 +85,11 @@ def set_model_state_dict(
     options = options or StateDictOptions()
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True")
-    _settle(model)
-    load = _Load(model, assign=False, full=options.full_state_dict, strict=options.strict, agree=_agreement(model))
-    if options.broadcast_from_rank0:
-        state_dict = _from_rank0(load, state_dict)
-    return cast(_IncompatibleKeys, load.run(_with_wrappers(model, state_dict)))
+    with _at_rest(model):
+        load = _Load(model, assign=False, full=options.full_state_dict, strict=options.strict, agree=_agreement(model))
+        if options.broadcast_from_rank0:
+            state_dict = _from_rank0(load, state_dict)
+        return cast(_IncompatibleKeys, load.run(_with_wrappers(model, state_dict)))
 
 
 def get_optimizer_state_dict(
@@ -98,8 +103,8 @@ def get_optimizer_state_dict(
     An optimizer that hasn't stepped yet takes a step without effect first, so call it after ``step`` or before the
     first backward. Communicates with ``full_state_dict`` only.
     """
-    _settle(model)
-    return cast("dict[str, Any]", dcp.get_optimizer_state_dict(model, optimizers, options=options))
+    with _at_rest(model):
+        return cast("dict[str, Any]", dcp.get_optimizer_state_dict(model, optimizers, options=options))
 
 
 def set_optimizer_state_dict(
@@ -114,8 +119,8 @@ def set_optimizer_state_dict(
     Raises:
         RuntimeError: states are missing; the optimizer's own errors.
     """
-    _settle(model)
-    dcp.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    with _at_rest(model):
+        dcp.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
 
 
 def load_into(
@@ -141,8 +146,8 @@ def load_into(
         LayoutError (a ValueError): naming each parameter, the shape, mesh or placement found, and what is expected.
         Tensors are unchanged then; so they are if a hook or an override of the module raises.
     """
-    _settle(module)
-    return cast(_IncompatibleKeys, _Load(module, assign=assign, strict=strict).run(state_dict))
+    with _at_rest(module):
+        return cast(_IncompatibleKeys, _Load(module, assign=assign, strict=strict).run(state_dict))
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -541,22 +546,28 @@ def _device(module: nn.Module) -> torch.device:
 # ------------------------------------------------------------------------------------------------------------- modules
 
 
-def _settle(module: nn.Module) -> None:
-    """Undo backwards that failed, so that the sharded parameters stand in the modules.
+@contextmanager
+def _at_rest(module: nn.Module) -> Iterator[None]:
+    """Inside, the sharded parameters stand in the modules; a backward that failed is undone.
 
     Raises:
-        RuntimeError: the model is inside a forward or backward.
+        RuntimeError: they don't, because the model is inside a forward or backward.
     """
-    for m in module.modules():
-        if (tree := m.__dict__.get("_hsdp_tree")) is not None:
-            tree.undo_failed_backward()
-    for group in _groups(module):
-        for table, local, _ in group.slots:
-            if not isinstance(table.get(local), DTensor | None):
-                raise RuntimeError(
-                    f"parameter {local!r} isn't a DTensor now: state dicts can't be taken or loaded inside a forward "
-                    f"or backward, nor after a sharded parameter was replaced by a plain one"
-                )
+    trees = {id(t): t for m in module.modules() if (t := m.__dict__.get("_hsdp_tree")) is not None}
+    with ExitStack() as stack:
+        for tree in trees.values():
+            if (own := getattr(tree, "own_parameters", None)) is not None:
+                stack.enter_context(own())
+            else:
+                tree.undo_failed_backward()
+        for group in _groups(module):
+            for table, local, *_ in group.slots:
+                if not isinstance(table.get(local), DTensor | None):
+                    raise RuntimeError(
+                        f"parameter {local!r} isn't a DTensor now: state dicts can't be taken or loaded inside a "
+                        f"forward or backward, nor after a sharded parameter was replaced by a plain one"
+                    )
+        yield
 
 
 def _groups(module: nn.Module) -> list[Any]:
@@ -566,7 +577,7 @@ def _groups(module: nn.Module) -> list[Any]:
 
 def _original(module: nn.Module) -> type[nn.Module]:
     """The module's class before `fully_shard` extended it."""
-    return type(module).__mro__[2] if "_hsdp_group" in module.__dict__ else type(module)
+    return next(c for c in type(module).__mro__ if not hasattr(c, "hsdp_state"))
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
