@@ -1,25 +1,77 @@
-"""hsdp-fn on PyTorch: FSDP and HSDP over ``torch.distributed``, functional training with an explicit state."""
+"""hsdp-fn on PyTorch: FSDP and HSDP over ``torch.distributed``.
+
+Two ways in: functional training with an explicit state (`value_and_grad`), and `fully_shard`, which threads the same
+state through a module's calls.
+"""
+
+from hsdp_fn import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 from . import pytree  # noqa: F401  (registers the state types)
 from .backend import TorchBackend
+from .comm import AllGather, Comm, ReduceScatter
 from .differentiable import differentiable_unshard
+from .facade import (
+    ReplicateModule,
+    fully_shard,
+    hsdp_sync_stream,
+    register_fsdp_forward_method,
+    replicate,
+    share_comm_ctx,
+)
 from .functional import Params, evaluate, functional_call, value_and_grad
 from .mesh import mesh_spec
 from .model import param_specs, plan_module, shard_module
+from .module import HSDPModule, UnshardHandle
 from .optim import global_norm, optimizer_step, shard_parameters
+from .p2p import PointToPointAllGather, PointToPointReduceScatter
+from .state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+FSDPModule = HSDPModule
 
 __all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "Comm",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "HSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Params",
+    "PointToPointAllGather",
+    "PointToPointReduceScatter",
+    "ReduceScatter",
+    "ReplicateModule",
     "TorchBackend",
+    "UnshardHandle",
     "differentiable_unshard",
     "evaluate",
+    "fully_shard",
     "functional_call",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "global_norm",
+    "hsdp_sync_stream",
     "mesh_spec",
     "optimizer_step",
     "param_specs",
     "plan_module",
+    "register_fsdp_forward_method",
+    "replicate",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "shard_module",
     "shard_parameters",
+    "share_comm_ctx",
     "value_and_grad",
 ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 
 from hsdp_fn import MeshError
@@ -80,17 +81,17 @@ class Standing:
 
     def dtensor(self, row: Tensor) -> DTensor:
         """This rank's shard of the parameter, or of its gradient, as a DTensor over its memory."""
-        return DTensor.from_local(
-            row, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+        # Not from_local, which would move rows on the host to the mesh's device.
+        meta = TensorMeta(self.shape, self.stride, row.dtype)
+        return DTensor(row, DTensorSpec(self.mesh, self.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
     def present(self, full: Tensor) -> Tensor:
         """What stands in the module in forward, of the gathered local tensor."""
         if self.inner is None:
             return full
-        return DTensor.from_local(
-            full, self.inner.mesh, self.inner.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+        meta = TensorMeta(self.shape, self.stride, full.dtype)
+        spec = DTensorSpec(self.inner.mesh, self.inner.placements, tensor_meta=meta)
+        return DTensor(full, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def absorb(self, grad: Tensor | None, reduce_dtype: torch.dtype) -> Tensor | None:
         """The local gradient that goes into the data-parallel reduction. Communicates over the tensor-parallel mesh
@@ -116,9 +117,7 @@ def local_of(param: Tensor) -> Tensor:
 
 def as_dtensor(local: Tensor, spec: Any) -> DTensor:
     """A DTensor of a known spec, without autograd."""
-    return DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.tensor_meta.stride
-    )
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def set_local(param: nn.Parameter, row: Tensor) -> None:

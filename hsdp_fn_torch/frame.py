@@ -312,7 +312,8 @@ class Frame:
             use.leaves = None
             if use.depth:  # a backward inside its forward
                 continue
-            if self.handling[index].reshard_after_backward and (last or use.reduced):
+            waits = use.nodes > 0 and not use.reduced  # for the backward of another graph
+            if self.handling[index].reshard_after_backward and not waits and (last or use.reduced):
                 self.reshard(index)
             elif self._binding is not None:
                 self._binding.uninstall(index)

@@ -156,7 +156,7 @@ class Group:
             self.handling.standings = self.standings
         for table, local, at in slots:
             table[local] = self.params[at]
-        self.pointers = tuple([local_of(p).data_ptr() for p in self.params])
+        self.pointers = _pointers([local_of(p) for p in self.params])
 
     # -- what a tree asks ---------------------------------------------------------------------------------------
 
@@ -213,22 +213,27 @@ class Group:
             RuntimeError: parameters are still on the meta device, or aren't DTensors; names them.
         """
         self.params = tuple([self.slots[at][0][self.slots[at][1]] for at in self.firsts])
+        if len(self.slots) > len(self.firsts):
+            self._require_ties(plan)
         locals_ = [local_of(p) for p in self.params]
-        if tuple([t.data_ptr() for t in locals_]) == self.pointers and not unit.master[0].is_meta:
+        if _pointers(locals_) == self.pointers and -1 not in self.pointers:
             return unit
         self._require_home(plan)
+        if unit.acc_full is not None or unit.acc_partial is not None:
+            raise RuntimeError(
+                f"parameters of unit {plan.title!r} were replaced or converted while gradients of earlier microbatches "
+                f"are held back; finish the accumulation first, or drop it with reset_iter_state"
+            )
         masters = []
-        for bucket, master in zip(plan.buckets, unit.master, strict=True):
+        for bucket in plan.buckets:
             members = bucket.params.members
-            dtype = locals_[members[0].index].dtype
-            if master.is_meta or master.dtype is not dtype:
-                master = torch.zeros(master.shape, dtype=dtype, device=self.backend.home)
             rows = [locals_[m.index] for m in members]
+            master = torch.zeros(bucket.params.numel, dtype=rows[0].dtype, device=self.backend.home)
             master = self.backend.join(bucket.mesh, bucket.params, master, rows)
             for member, row in zip(members, self.backend.split(bucket.mesh, bucket.params, master), strict=True):
                 set_local(self.params[member.index], row)
             masters.append(master)
-        self.pointers = tuple([local_of(p).data_ptr() for p in self.params])
+        self.pointers = _pointers([local_of(p) for p in self.params])
         return UnitState(unit.name, tuple(masters), None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
     def gradients(self, unit: UnitState, plan: UnitLayout) -> Iterator[tuple[nn.Parameter, DTensor]]:
@@ -276,6 +281,15 @@ class Group:
 
     # -- parts --------------------------------------------------------------------------------------------------
 
+    def _require_ties(self, plan: UnitLayout) -> None:
+        for table, local, at in self.slots:
+            if table[local] is not self.params[at]:
+                spec = plan.params[at]
+                raise RuntimeError(
+                    f"parameter {spec.name!r} is tied (also as {list(spec.aliases)}), but was replaced under one of "
+                    f"its names only; put the same parameter at all of them"
+                )
+
     def _require_home(self, plan: UnitLayout) -> None:
         plain = [s.name for s, p in zip(plan.params, self.params, strict=True) if not isinstance(p, DTensor)]
         if plain:
@@ -306,6 +320,8 @@ class Group:
             for member, row in zip(bucket.params.members, parts, strict=True):
                 rows[member.index] = self.standings[member.index].dtensor(row)
         for at, original in enumerate(originals):
+            if original.is_meta:
+                set_local(cast(nn.Parameter, rows[at]), local_of(rows[at]).to("meta"))
             param = nn.Parameter(rows[at], requires_grad=original.requires_grad)
             _carry_over(original, param)
             yield param
@@ -321,6 +337,11 @@ def groups_of(module: nn.Module, recurse: bool = True) -> list[Group]:
     """The module's unit, if it has one, and with ``recurse`` those of the modules below, each once."""
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(m.__dict__["_hsdp_group"] for m in modules if "_hsdp_group" in m.__dict__))
+
+
+def _pointers(rows: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where the rows are; -1 for those without memory, which never count as in place."""
+    return tuple([-1 if t.is_meta else t.data_ptr() for t in rows])
 
 
 def _yes() -> bool:
@@ -353,6 +374,7 @@ def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | 
 
 def _master(bucket: Bucket, originals: Sequence[nn.Parameter], backend: TorchBackend) -> Tensor:
     params = [local_of(originals[m.index]) for m in bucket.params.members]
-    if any(p.is_meta for p in params):
+    if all(p.is_meta for p in params):
         return torch.empty(bucket.params.numel, dtype=params[0].dtype, device="meta")
+    params = [torch.zeros(p.shape, dtype=p.dtype, device=backend.home) if p.is_meta else p for p in params]
     return backend.shard_params(bucket.mesh, bucket.params, params)
