@@ -27,6 +27,7 @@ from hsdp_fn import (
 from hsdp_fn_torch import (
     Params,
     evaluate,
+    fully_shard,
     functional_call,
     global_norm,
     optimizer_step,
@@ -34,7 +35,6 @@ from hsdp_fn_torch import (
     shard_parameters,
     value_and_grad,
 )
-from hsdp_fn_torch.facade import fully_shard
 
 Batch = tuple[Tensor, Tensor]
 MAX_NORM = 1.0
@@ -197,6 +197,8 @@ class Facade:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         out = self.model(tokens)
+        for module in (self.model, *self.model.layers):
+            module.reshard()  # what isn't resharded after forward; no backward will do it
         self._record(backward=False)
         return out
 
