@@ -14,6 +14,7 @@ from hsdp_fn import (
 from . import pytree  # noqa: F401  (registers the state types)
 from .backend import TorchBackend
 from .comm import AllGather, Comm, ReduceScatter
+from .compiling import pass_over
 from .differentiable import differentiable_unshard
 from .facade import (
     ReplicateModule,
@@ -37,6 +38,8 @@ from .state_dict import (
 )
 
 FSDPModule = HSDPModule
+pass_over("hsdp_fn")
+pass_over("hsdp_fn_torch")
 
 __all__ = [
     "AllGather",

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from hsdp_fn import ROOT, Layout, LayoutError, PhaseError
 
+from .compiling import not_traced
+
 if TYPE_CHECKING:
     from .frame import Frame
 
@@ -171,6 +173,7 @@ class Binding(Tables):
         super().disconnect()
 
     def _call(self, module: nn.Module, index: int, last: bool) -> Callable[..., Any]:
+        @not_traced
         def call(*args: Any, **kwargs: Any) -> Any:
             inner = module.__dict__["_hsdp_inner_call"] or module._call_impl
             assert self._frame is not None

@@ -9,8 +9,7 @@ is a DTensor on the tensor-parallel mesh again. Where both shard the same dim, t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +38,8 @@ class Standing:
     placements: tuple[Placement, ...]
     shape: torch.Size
     inner: Any = None
+    _specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
+    _inner_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     @staticmethod
     def of(param: Tensor, name: str, mesh: DeviceMesh, dim: int | None) -> Standing:
@@ -74,24 +75,28 @@ class Standing:
             whole[-1] = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
         return Standing(joined, (*whole, *spec.placements), torch.Size(param.shape), spec)
 
-    @cached_property
-    def stride(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        return torch.empty(self.shape, device="meta").stride()
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Of the sharded parameter or its gradient. The same one each time: making a spec costs more than a DTensor."""
+        found = self._specs.get(dtype)
+        if found is None:
+            meta = TensorMeta(self.shape, torch.empty(self.shape, device="meta").stride(), dtype)
+            found = self._specs[dtype] = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return found
 
     def dtensor(self, row: Tensor) -> DTensor:
         """This rank's shard of the parameter, or of its gradient, as a DTensor over its memory."""
-        # Not from_local, which would move rows on the host to the mesh's device.
-        meta = TensorMeta(self.shape, self.stride, row.dtype)
-        return DTensor(row, DTensorSpec(self.mesh, self.placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+        return as_dtensor(row, self.spec(row.dtype))  # from_local would move rows on the host to the mesh's device
 
     def present(self, full: Tensor) -> Tensor:
         """What stands in the module in forward, of the gathered local tensor."""
         if self.inner is None:
             return full
-        meta = TensorMeta(self.shape, self.stride, full.dtype)
-        spec = DTensorSpec(self.inner.mesh, self.inner.placements, tensor_meta=meta)
-        return DTensor(full, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        spec = self._inner_specs.get(full.dtype)
+        if spec is None:
+            meta = TensorMeta(self.shape, self.inner.tensor_meta.stride, full.dtype)
+            spec = DTensorSpec(self.inner.mesh, self.inner.placements, tensor_meta=meta)
+            self._inner_specs[full.dtype] = spec
+        return as_dtensor(full, spec)
 
     def absorb(self, grad: Tensor | None, reduce_dtype: torch.dtype) -> Tensor | None:
         """The local gradient that goes into the data-parallel reduction. Communicates over the tensor-parallel mesh

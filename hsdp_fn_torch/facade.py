@@ -29,6 +29,7 @@ from hsdp_fn import (
 
 from .backend import TorchBackend
 from .comm import UnitComm
+from .compiling import not_traced
 from .group import Group, Settings, ShardPlacementFn, group_of
 from .module import HSDPModule, require_bool
 from .tree import tree_of
@@ -135,6 +136,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     original = getattr(type(module), method_name, None)
     bound = method.__func__ if getattr(method, "__self__", None) is module else None
 
+    @not_traced
     @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(bound, self) if bound is not None else method

@@ -25,6 +25,7 @@ from .backend import TorchBackend
 from .binding import Slot
 from .comm import UnitComm
 from .dtensor import Standing, local_of, set_local
+from .guards import fingerprint, mark_taken, taken_as
 from .mesh import mesh_spec
 from .use import Handling
 
@@ -68,6 +69,7 @@ class Group:
         params: the sharded parameters, in the layout's order; ``standings``: what they are part of.
         unit: the masters, until a tree takes them over.
         pointers: of the parameters' local tensors while they view the masters.
+        initial, first_marks: fingerprint of the whole parameters, and `marks`, when they were sharded.
         to_run: modules that have yet to run in this pass through the group.
     """
 
@@ -84,6 +86,8 @@ class Group:
     standings: tuple[Standing, ...] = ()
     unit: UnitState | None = None
     pointers: tuple[int, ...] = ()
+    initial: str = ""
+    first_marks: Sequence[object] = ()
     to_run: set[int] = field(default_factory=set)
 
     # -- fully_shard --------------------------------------------------------------------------------------------
@@ -110,7 +114,7 @@ class Group:
             assert param is not None
             if id(param) in left_out:
                 continue
-            if (taken := getattr(param, "_hsdp_taken", None)) is not None:
+            if (taken := taken_as(param)) is not None:
                 raise LayoutError(
                     f"parameter {name!r} is tied to {taken!r} of another fully_shard call, which would untie them; "
                     f"give both modules to one call: fully_shard([a, b], ...)"
@@ -147,8 +151,8 @@ class Group:
         for param, (first, *_), dim in zip(originals, names, dims, strict=True):
             standings.append(Standing.of(param, first, self.mesh, dim))
         unit = UnitState("", tuple(_master(b, originals, self.backend) for b in layout.units[0].buckets))
-        for param, (first, *_) in zip(originals, names, strict=True):
-            param._hsdp_taken = first  # type: ignore[attr-defined]  # whoever holds it still can tell
+        self.initial = fingerprint(local_of(p) for p in originals)
+        mark_taken(originals, [first for first, *_ in names])
         self.layout, self.unit, self.slots, self.standings = layout, unit, tuple(slots), tuple(standings)
         self.firsts = tuple([next(i for i, slot in enumerate(slots) if slot[2] == at) for at in range(len(originals))])
         self.params = tuple(self._sharded_parameters(layout.units[0], unit, originals))
@@ -157,6 +161,7 @@ class Group:
         for table, local, at in slots:
             table[local] = self.params[at]
         self.pointers = _pointers([local_of(p) for p in self.params])
+        self.first_marks = self.marks([table[local] for table, local, _ in slots])
 
     # -- what a tree asks ---------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing_extensions import deprecated
 from hsdp_fn import HSDPState, PolicyError, ReductionPolicy, Sync, describe
 
 from .comm import AllGather, ReduceScatter
+from .compiling import not_traced
 from .group import Group, group_of, groups_of
 from .state_dict import load_into
 from .tree import Tree, existing_tree, own_parameters, tree_of
@@ -47,6 +48,7 @@ class HSDPModule:
         original: Any = cls.__mro__[cls._original_at]
         return original(*args, **kwargs)
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         me = cast(nn.Module, self)
         return tree_of(me).run(group_of(me), me, super().__call__, args, kwargs)  # type: ignore[misc]

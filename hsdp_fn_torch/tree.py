@@ -56,9 +56,7 @@ class Tree:
         self.arrange()
         self._facts = [g.facts() for g in self.groups]
         layout = self._plan()
-        answers = set(self._backend.exchange(layout.mesh, layout.digest))
-        if len(answers) > 1:
-            raise RankMismatchError(f"ranks have sharded different models or policies: layouts {sorted(answers)}")
+        self._agree(layout)
         units = []
         for group, plan in zip(self.groups, layout.units, strict=True):
             assert group.unit is not None
@@ -91,6 +89,25 @@ class Tree:
     def state(self) -> HSDPState:
         """The committed state, or, while an iteration is under way, the units as they stand."""
         return self.committed if self.frame is None else self.frame.snapshot()
+
+    def _agree(self, layout: Layout) -> None:
+        """Do all ranks have the same layout, and had they the same weights when these were sharded? (Those that have
+        changed since, by loading a checkpoint say, aren't compared.)"""
+        initial = [
+            g.initial if g.marks(self._tables.standing(i)) == g.first_marks else "" for i, g in enumerate(self.groups)
+        ]
+        answers = [
+            a.partition(" ") for a in self._backend.exchange(layout.mesh, f"{layout.digest} {','.join(initial)}")
+        ]
+        if len(digests := {digest for digest, _, _ in answers}) > 1:
+            raise RankMismatchError(f"ranks have sharded different models or policies: layouts {sorted(digests)}")
+        weights = [set(values) - {""} for values in zip(*[a[2].split(",") for a in answers], strict=True)]
+        if names := [u.title for u, found in zip(layout.units, weights, strict=True) if len(found) > 1]:
+            warnings.warn(
+                f"ranks had different weights when units {names} were sharded, and train a mixture of them now. Seed "
+                f"all ranks alike, load a checkpoint, or call broadcast_module before fully_shard",
+                stacklevel=6,
+            )
 
     @property
     def running(self) -> bool:
