@@ -25,7 +25,8 @@ from .facade import (
     share_comm_ctx,
 )
 from .functional import Params, evaluate, functional_call, value_and_grad
-from .mesh import mesh_spec
+from .guards import broadcast_module
+from .mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, mesh_spec
 from .model import param_specs, plan_module, shard_module
 from .module import HSDPModule, UnshardHandle
 from .optim import global_norm, optimizer_step, shard_parameters
@@ -45,8 +46,11 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",
+    "DDPMeshInfo",
     "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
+    "HSDPMeshInfo",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -55,8 +59,10 @@ __all__ = [
     "PointToPointReduceScatter",
     "ReduceScatter",
     "ReplicateModule",
+    "ShardPlacementResult",
     "TorchBackend",
     "UnshardHandle",
+    "broadcast_module",
     "differentiable_unshard",
     "evaluate",
     "fully_shard",

@@ -28,9 +28,8 @@ from hsdp_fn.state import Token
 
 from .backend import TorchBackend, torch_backend
 from .binding import Binding, Tables
-from .casting import cast_floating, tensors_in
-from .dtensor import absorbed, presented
-from .gather import SavedParams, attach
+from .casting import cast_floating
+from .gather import SavedParams, attach, watch
 from .order import Order
 from .reducer import Reducer
 from .trace import span
@@ -69,7 +68,7 @@ class Frame:
         self.backends = list(backends) if backends is not None else [self.backend] * len(state.units)
         self.uses = [Use(u, kept=isinstance(u.full, tuple)) for u in state.units]
         self.log: list[Collective] = []
-        self.in_backward = False
+        self.in_backward, self.backwards = False, 0  # how many have ended
         self.anchor = torch.zeros((), requires_grad=True)
         self._tables, self._binding = tables, tables
         self._on_backward, self._on_wake, self._forward_only = on_backward, on_wake, forward_only
@@ -146,7 +145,8 @@ class Frame:
             if use.attached is None or (use.over and not use.depth):
                 use.attached, use.over = attach(self, index, full), False
             full = use.attached
-        self._install(index, full)
+        if self._binding is not None:
+            self._binding.install(index, full)
         return full
 
     def look(self, index: int) -> tuple[Tensor, ...]:
@@ -170,7 +170,7 @@ class Frame:
             self._install_leaves(index)
             return
         if torch.is_grad_enabled():
-            self._watch(index, out)
+            watch(self, index, out)
         if final():
             use.over = True
             self._order.finish(index)
@@ -288,7 +288,7 @@ class Frame:
             )
         if self._on_backward is not None:
             self.begin_backward()
-        self._add_partial(index, grads)
+        self.uses[index].add_partial(plan, self.handling[index], grads)
         if self.uses[index].nodes <= 0:
             for due in self._reducer.due(index):
                 self._reduce(due)
@@ -302,7 +302,7 @@ class Frame:
         """
         for index in reversed(range(len(self.uses))):
             use, plan = self.uses[index], self.layout.units[index]
-            self._collect_leaves(index)
+            use.collect_leaves(plan, self.handling[index])
             held = use.state.grads_phase is GradPhase.HELD and not use.reduced
             unused = plan.reduction.unused == "zeros" and not use.reduced and bool(plan.trainable)
             if use.partial is not None or (self.handling[index].sync is not Sync.NONE and (unused or held)):
@@ -320,6 +320,7 @@ class Frame:
             use.over, use.held, use.reduced = True, False, False
         self._order.settle(self.uses)
         self._guests.clear()
+        self.backwards += 1
         self.in_backward = False
 
     # -- end ----------------------------------------------------------------------------------------------------
@@ -437,72 +438,25 @@ class Frame:
             return SavedParams(self, index, self._bases(index))
         return _NO_HOOKS
 
-    def _install(self, index: int, full: Sequence[Tensor]) -> None:
-        if self._binding is not None:
-            self._binding.install(index, full)
-
     def _bases(self, index: int) -> list[Tensor]:
         """One parameter a bucket: a bucket's full parameters are views of one buffer."""
         full = self._gathered(index)
         return [full[b.params.members[0].index] for b in self.layout.units[index].buckets]
-
-    def _watch(self, index: int, out: Any) -> None:
-        """Call `before_backward` when gradients reach any of the outputs. A node's hook survives in-place edits of the
-        output; where even that is lost (edited views), `remake` still gathers in time."""
-        called = False
-
-        def hook(_: Any) -> None:
-            nonlocal called
-            if not called:
-                called = True
-                self.before_backward(index)
-
-        for tensor in tensors_in(out):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(hook)
 
     def _install_leaves(self, index: int) -> None:
         """What checkpointed parts of a unit recompute with, and differentiate into. Leaves, so that such a nested
         backward doesn't run the unit's node before its time."""
         if self._binding is None:
             return
-        self._collect_leaves(index)
-        leaves = self._gathered(index)
-        if self.uses[index].kept:  # the state that came in has these
-            leaves = tuple([t.detach() for t in leaves])
-        standings = self.handling[index].standings
-        if standings is not None:
-            leaves = tuple(presented(standings, leaves))
-        for tensor, spec in zip(leaves, self.layout.units[index].params, strict=True):
-            tensor.grad = None
-            tensor.requires_grad_(spec.requires_grad)
-        self.uses[index].leaves = leaves
-        self._install(index, leaves)
-
-    def _collect_leaves(self, index: int) -> None:
-        use = self.uses[index]
-        if use.leaves is not None:
-            grads = [t.grad for t in use.leaves]
-            use.leaves = None
-            if any(g is not None for g in grads):
-                self._add_partial(index, grads)
-
-    def _add_partial(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        use, standings = self.uses[index], self.handling[index].standings
-        if standings is not None:
-            grads = absorbed(standings, self.layout.units[index], grads)
-        if use.partial is None:
-            use.partial = list(grads)
-        else:
-            pairs = zip(use.partial, grads, strict=True)
-            use.partial = [g if o is None else o if g is None else o + g for o, g in pairs]
+        leaves = self.uses[index].make_leaves(self.layout.units[index], self.handling[index], self._gathered(index))
+        self._binding.install(index, leaves)
 
     def _reduce(self, index: int) -> None:
         """Reshard the unit and launch the reduction of what it has received."""
-        use = self.uses[index]
-        self._collect_leaves(index)
+        use, plan = self.uses[index], self.layout.units[index]
+        use.collect_leaves(plan, self.handling[index])
         if self.handling[index].reshard_after_backward and not use.depth:
             self.reshard(index)
         grads, use.partial = use.partial, None
-        with span("post_backward", self.layout.units[index]):
+        with span("post_backward", plan):
             self._reducer.launch(index, grads)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp_fn import PhaseError
 
+from .casting import tensors_in
 from .dtensor import as_dtensor, presented
 from .use import Ticket
 
@@ -66,6 +67,22 @@ def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ..
     """Full parameters as outputs of the unit's autograd node; frozen ones don't require gradients."""
     out: tuple[Tensor, ...] = _Attach.apply(frame.anchor, frame, index, full)  # type: ignore[no-untyped-call]
     return out
+
+
+def watch(frame: Frame, index: int, out: Any) -> None:
+    """Call `Frame.before_backward` when gradients reach any of a unit's outputs, once a backward. A node's hook survives
+    in-place edits of the output; where even that is lost (edited views), `Frame.remake` still gathers in time."""
+    seen = -1
+
+    def hook(_: Any) -> None:
+        nonlocal seen
+        if seen != frame.backwards:
+            seen = frame.backwards
+            frame.before_backward(index)
+
+    for tensor in tensors_in(out):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(hook)
 
 
 class _View:

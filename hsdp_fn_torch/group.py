@@ -26,10 +26,10 @@ from .binding import Slot
 from .comm import UnitComm
 from .dtensor import Standing, local_of, set_local
 from .guards import fingerprint, mark_taken, taken_as
-from .mesh import mesh_spec
+from .mesh import ShardPlacementResult, mesh_spec
 from .use import Handling
 
-ShardPlacementFn = Callable[[nn.Parameter], TorchShard | None]
+ShardPlacementFn = Callable[[nn.Parameter], TorchShard | ShardPlacementResult | None]
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class Group:
             if self.settings.whole or id(param) in whole:
                 placement: Placement = Replicate()
             else:
-                placement = _placement(param, first, placement_fn)
+                placement = _placement(param, first, placement_fn, self.mesh)
             placements[first] = placement
             specs.append(ParamSpec(first, tuple(inner.shape), str(param.dtype), param.requires_grad, tuple(aliases)))
         layout = plan_layout(
@@ -368,12 +368,22 @@ def _carry_over(original: nn.Parameter, param: nn.Parameter) -> None:
         param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | None) -> Placement:
+def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | None, mesh: DeviceMesh) -> Placement:
     wanted = placement_fn(param) if placement_fn is not None else None
+    if isinstance(wanted, ShardPlacementResult):
+        if wanted.mesh_info.mesh != mesh:
+            raise NotImplementedError(
+                f"shard_placement_fn puts parameter {name!r} on mesh {wanted.mesh_info.mesh}, its unit is on {mesh}; "
+                f"several meshes in one unit aren't supported yet"
+            )
+        wanted = wanted.placement
     if wanted is None:
         return Shard(0)
     if not isinstance(wanted, TorchShard):
-        raise ValueError(f"shard_placement_fn must return a Shard or None, found {wanted!r} for parameter {name!r}")
+        raise ValueError(
+            f"shard_placement_fn must return a Shard, a ShardPlacementResult or None, found {wanted!r} for parameter "
+            f"{name!r}"
+        )
     return Shard(wanted.dim)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from hsdp_fn import MeshError, MeshSpec
 
@@ -70,3 +73,95 @@ class Groups:
         if len(axes) == 1:
             return self._mesh.get_group(axes[0])
         return self._mesh[axes]._flatten().get_group()
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallelMeshInfo:
+    """Which axes of a mesh do what for one parameter.
+
+    Attributes:
+        mesh: data parallel axes only.
+        shard_mesh_dim, replicate_mesh_dim: positions of the axes; None for none.
+
+    Raises:
+        MeshError: neither is given, or an axis doesn't exist.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
+            raise MeshError("at least one of shard_mesh_dim and replicate_mesh_dim must be given")
+        for dim in (self.shard_mesh_dim, self.replicate_mesh_dim):
+            if dim is not None and not 0 <= dim < self.mesh.ndim:
+                raise MeshError(f"axis {dim} is out of range for a mesh of {self.mesh.ndim} axes")
+
+
+@dataclass(frozen=True, eq=False)
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """A mesh of which one axis shards; ``shard_mesh_dim`` is needed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_mesh_dim is None:
+            raise MeshError(f"{type(self).__name__} needs shard_mesh_dim")
+
+    @property
+    def shard_mesh_size(self) -> int:
+        """Number of ranks that a parameter is cut over."""
+        return self.mesh.size(self.shard_mesh_dim)
+
+    @property
+    def shard_mesh_rank(self) -> int:
+        """Position of this rank among them."""
+        return self.mesh.get_local_rank(self.shard_mesh_dim)
+
+    @property
+    def shard_process_group(self) -> dist.ProcessGroup:
+        """Their process group."""
+        return self.mesh.get_group(self.shard_mesh_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class DDPMeshInfo(DataParallelMeshInfo):
+    """A mesh of which one axis replicates; ``replicate_mesh_dim`` is needed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicate_mesh_dim is None:
+            raise MeshError(f"{type(self).__name__} needs replicate_mesh_dim")
+
+    @property
+    def replicate_mesh_size(self) -> int:
+        """Number of ranks that hold the same shard."""
+        return self.mesh.size(self.replicate_mesh_dim)
+
+    @property
+    def replicate_mesh_rank(self) -> int:
+        """Position of this rank among them."""
+        return self.mesh.get_local_rank(self.replicate_mesh_dim)
+
+    @property
+    def replicate_process_group(self) -> dist.ProcessGroup:
+        """Their process group."""
+        return self.mesh.get_group(self.replicate_mesh_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
+    """A mesh of which one axis shards and one replicates."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return.
+
+    Attributes:
+        placement: the dim to shard; None for ``Shard(0)``.
+        mesh_info: over which mesh. Only the unit's own mesh so far.
+    """
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hsdp_fn import HSDPState, Sync, UnitState
+from hsdp_fn.layout import UnitLayout
+
+from .dtensor import Standing, absorbed, presented
 
 if TYPE_CHECKING:
-    from .dtensor import Standing
     from .frame import Frame
 
 
@@ -78,6 +80,36 @@ class Use:
     leaves: tuple[Tensor, ...] | None = None
     partial: list[Tensor | None] | None = None
     reduced: bool = False
+
+    def make_leaves(self, plan: UnitLayout, way: Handling, full: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """New ``leaves`` over the full parameters."""
+        self.collect_leaves(plan, way)
+        leaves = tuple([t.detach() for t in full]) if self.kept else full  # the state that came in has those
+        if way.standings is not None:
+            leaves = tuple(presented(way.standings, leaves))
+        for tensor, spec in zip(leaves, plan.params, strict=True):
+            tensor.grad = None
+            tensor.requires_grad_(spec.requires_grad)
+        self.leaves = leaves
+        return leaves
+
+    def collect_leaves(self, plan: UnitLayout, way: Handling) -> None:
+        """Add what the leaves have received to ``partial``, and forget them."""
+        if self.leaves is not None:
+            grads = [t.grad for t in self.leaves]
+            self.leaves = None
+            if any(g is not None for g in grads):
+                self.add_partial(plan, way, grads)
+
+    def add_partial(self, plan: UnitLayout, way: Handling, grads: Sequence[Tensor | None]) -> None:
+        """Add gradients of the full parameters. Communicates where tensor parallelism has left sums to be made."""
+        if way.standings is not None:
+            grads = absorbed(way.standings, plan, grads)
+        if self.partial is None:
+            self.partial = list(grads)
+        else:
+            pairs = zip(self.partial, grads, strict=True)
+            self.partial = [g if o is None else o if g is None else o + g for o, g in pairs]
 
 
 class Ticket:
