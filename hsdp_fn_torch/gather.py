@@ -70,8 +70,8 @@ def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ..
 
 
 def watch(frame: Frame, index: int, out: Any) -> None:
-    """Call `Frame.before_backward` when gradients reach any of a unit's outputs, once a backward. A node's hook survives
-    in-place edits of the output; where even that is lost (edited views), `Frame.remake` still gathers in time."""
+    """Call `Frame.before_backward` when gradients reach any of a unit's outputs, once a backward. Hooks on nodes
+    survive in-place edits of the output; where even these are lost (edited views), `Frame.remake` still gathers in time."""
     seen = -1
 
     def hook(_: Any) -> None:
