@@ -28,7 +28,7 @@ from .functional import Params, evaluate, functional_call, value_and_grad
 from .guards import broadcast_module
 from .mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, mesh_spec
 from .model import param_specs, plan_module, shard_module
-from .module import HSDPModule, UnshardHandle
+from .module import HSDPModule, UnshardHandle, describe
 from .optim import global_norm, optimizer_step, shard_parameters
 from .p2p import PointToPointAllGather, PointToPointReduceScatter
 from .state_dict import (
@@ -63,6 +63,7 @@ __all__ = [
     "TorchBackend",
     "UnshardHandle",
     "broadcast_module",
+    "describe",
     "differentiable_unshard",
     "evaluate",
     "fully_shard",

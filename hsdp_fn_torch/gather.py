@@ -71,7 +71,7 @@ def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ..
 
 def watch(frame: Frame, index: int, out: Any) -> None:
     """Call `Frame.before_backward` when gradients reach any of a unit's outputs, once a backward. Hooks on nodes
-    survive in-place edits of the output; where even these are lost (edited views), `Frame.remake` still gathers in time."""
+    survive in-place edits of the output; where even these are lost (edited views), `Frame.remake` gathers."""
     seen = -1
 
     def hook(_: Any) -> None:

@@ -131,6 +131,7 @@ class Group:
         specs, standings = [], []
         for param, (first, *aliases) in zip(originals, names, strict=True):
             inner = local_of(param)
+            _require_plain(param, inner, first)
             if not param.is_meta and (objection := self.backend.objection(inner)) is not None:
                 raise LayoutError(f"parameter {first!r} {objection}")
             if self.settings.whole or id(param) in whole:
@@ -385,6 +386,19 @@ def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | 
             f"{name!r}"
         )
     return Shard(wanted.dim)
+
+
+def _require_plain(param: nn.Parameter, inner: Tensor, name: str) -> None:
+    """Sharding copies values into flat memory, where another class of tensor would become a plain one."""
+    if (
+        type(inner.data) is not Tensor
+        or hasattr(inner, "fsdp_pre_all_gather")
+        or hasattr(inner, "fsdp_post_all_gather")
+    ):
+        raise NotImplementedError(
+            f"parameter {name!r} is a {type(inner.data).__name__}; tensor subclasses and all-gather extensions "
+            f"(fsdp_pre_all_gather) aren't supported. Leave it out with ignored_params, or convert it first"
+        )
 
 
 def _master(bucket: Bucket, originals: Sequence[nn.Parameter], backend: TorchBackend) -> Tensor:

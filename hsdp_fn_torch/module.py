@@ -16,7 +16,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from typing_extensions import deprecated
 
-from hsdp_fn import HSDPState, PolicyError, ReductionPolicy, Sync, describe
+from hsdp_fn import HSDPState, PolicyError, ReductionPolicy, Sync
+from hsdp_fn import describe as describe_state
 
 from .comm import AllGather, ReduceScatter
 from .compiling import not_traced
@@ -66,7 +67,7 @@ class HSDPModule:
 
     def describe(self) -> str:
         """The state as a table, for people."""
-        return describe(self.hsdp_state)
+        return describe_state(self.hsdp_state)
 
     def reset_iter_state(self, recursive: bool = True) -> None:
         """Back to before the iteration, after an exception or at any moment: waits for what is in flight, reshards, and
@@ -328,6 +329,15 @@ class HSDPModule:
                 setattr(group.settings, which, before)
                 tree.arrange()
                 raise
+
+
+def describe(what: nn.Module | HSDPState) -> str:
+    """An explicit state as a table, for people; of a sharded module, its tree's.
+
+    Raises:
+        RuntimeError: the module hasn't run yet.
+    """
+    return describe_state(what if isinstance(what, HSDPState) else existing_tree(what).state)
 
 
 def require_bool(name: str, value: object) -> None:
