@@ -144,11 +144,16 @@ def test_the_scaling_factor_multiplies_once(rank, world):
         found = integer_grads(world, rank, lambda m, f=factor: m.set_gradient_scaling_factor(f))
         equal(found, {n: g / world * (3 if n in of_root else 1) for n, g in sums.items()})
 
-    def both(model):
+    def divided_last(model):
         model.set_gradient_scaling_factor(3.0)
         model.set_gradient_divide_factor(1.0)
 
-    equal(integer_grads(world, rank, both), {n: g * 3 if n in of_root else g / world for n, g in sums.items()})
+    def divided_first(model):
+        model.set_gradient_divide_factor(1.0)
+        model.set_gradient_scaling_factor(3.0)
+
+    for both in (divided_last, divided_first):
+        equal(integer_grads(world, rank, both), {n: g * 3 if n in of_root else g / world for n, g in sums.items()})
 
     def ended(model):
         model.set_gradient_scaling_factor(3.0)

@@ -195,6 +195,7 @@ def test_inputs_of_each_module_of_a_list_are_cast(rank, world):
 def test_recomputation_casts_again(rank, world, reentrant, order):
     """A checkpoint around a unit or inside of it; the dtypes are those of the first time."""
     mesh = fsdp_mesh(world)
+    outputs: list[torch.dtype] = []
 
     class Inside(nn.Module):
         def __init__(self) -> None:
@@ -208,8 +209,13 @@ def test_recomputation_casts_again(rank, world, reentrant, order):
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
+                x = checkpoint(self.through, layer, x, use_reentrant=reentrant)
             return self.last(x)
+
+        def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+            out = layer(x)
+            outputs.append(out.dtype)
+            return out
 
     def run(api):
         torch.manual_seed(0)
@@ -224,6 +230,8 @@ def test_recomputation_casts_again(rank, world, reentrant, order):
         return trace
 
     assert assert_parity(run).records[-1] == ("seen", [[(BF16, BF16, BF16)] * 4] * 3)
+    times = 2 if reentrant else 1  # the other kind stops as soon as it has what was saved
+    assert outputs == ([F32] * 12 * times if order == "around" else [])
 
 
 class Normed(nn.Module):

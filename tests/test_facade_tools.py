@@ -404,7 +404,6 @@ def test_tensor_parallel_models(rank, world, kind, options, sequence):
         return trace
 
     trace = assert_parity(run)
-    single = Net()
     torch.manual_seed(0)
     single = Net()
     optimizer = adamw(list(single.parameters()))
@@ -460,6 +459,34 @@ def test_partial_gradients_are_summed_in_the_reduce_dtype(rank, world, held_back
     expected = torch.tensor([1.0, 2.0]) * (1 + 1 / 256) * (2 if held_back else 1)
     equal(full(model.weight.grad), expected)
     assert model.weight.grad.placements == model.weight.placements == (Shard(0), Replicate())
+
+
+class Extended(Tensor):
+    """A tensor subclass that says how it wants to be gathered."""
+
+    def fsdp_pre_all_gather(self, mesh): ...
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None): ...
+
+
+@on_ranks(2)
+def test_all_gather_extensions_are_refused_by_name(rank, world):
+    model = chain()
+    model.last.weight = nn.Parameter(model.last.weight.detach().as_subclass(Extended))
+    with pytest.raises(NotImplementedError, match=r"'last\.weight' is a Extended.*fsdp_pre_all_gather"):
+        fully_shard(model, mesh=fsdp_mesh(world))
+    fully_shard(model, mesh=fsdp_mesh(world), ignored_params=[model.last.weight])
+
+
+@pytest.mark.xfail(strict=True, reason="hooks on a local tensor that come after fully_shard are passed over")
+@on_ranks(2, group_intact=True)
+def test_all_gather_extensions_of_instances_are_refused(rank, world):
+    """They come after sharding, so the first forward must tell."""
+    model = fully_shard(chain(), mesh=fsdp_mesh(world))
+    model.last.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: None
+    model.last.weight._local_tensor.fsdp_post_all_gather = lambda *args, out=None: None
+    with pytest.raises(NotImplementedError, match=r"last\.weight"):
+        model(data(rank, 0))
 
 
 # --------------------------------------------------------------------------------------------------------------- names
