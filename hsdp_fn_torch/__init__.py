@@ -29,7 +29,7 @@ from .guards import broadcast_module
 from .mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, mesh_spec
 from .model import param_specs, plan_module, shard_module
 from .module import HSDPModule, UnshardHandle, describe
-from .optim import global_norm, optimizer_step, shard_parameters
+from .optim import clip_grad_norm_, global_norm, optimizer_step, shard_parameters
 from .p2p import PointToPointAllGather, PointToPointReduceScatter
 from .state_dict import (
     get_model_state_dict,
@@ -63,6 +63,7 @@ __all__ = [
     "TorchBackend",
     "UnshardHandle",
     "broadcast_module",
+    "clip_grad_norm_",
     "describe",
     "differentiable_unshard",
     "evaluate",

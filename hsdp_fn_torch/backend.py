@@ -249,7 +249,8 @@ class TorchBackend:
     def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.all_gather`."""
         out = self.pool.take(shard.numel() * mesh.shard_size, shard.dtype)
-        return out, getattr(dist, _ALL_GATHER)(out, shard, group=self.group(mesh.shard), async_op=True)
+        to, source = (out.view(torch.uint8), shard.view(torch.uint8)) if shard.dtype.itemsize == 1 else (out, shard)
+        return out, getattr(dist, _ALL_GATHER)(to, source, group=self.group(mesh.shard), async_op=True)
 
     def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.reduce_scatter`."""

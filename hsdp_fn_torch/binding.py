@@ -54,10 +54,11 @@ class Tables:
         self._recurrent = [[m for m in recurrent if id(m._parameters) in unit] for unit in tables]
         self._own: list[list[Any]] = []  # what stands there outside a frame
         self._installed = [False] * len(slots)
+        self._left: dict[int, list[int]] = {}  # versions of full parameters that stand there while nobody runs
 
     def remember(self) -> None:
         """Note what stands there now, for `uninstall` to put back."""
-        self._own = [[table[name] for table, name, _ in slots] for slots in self._slots]
+        self._own = [self.standing(index) for index in range(len(self._slots))]
 
     def install(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Put a unit's full parameters where its modules look for them."""
@@ -69,6 +70,7 @@ class Tables:
         """Put back what stood there."""
         if self._installed[index]:
             self._installed[index] = False
+            self._left.pop(index, None)
             for (table, name, _), own in zip(self._slots[index], self._own[index], strict=True):
                 table[name] = own
             if self._recurrent[index]:
@@ -79,6 +81,20 @@ class Tables:
         if self._installed[index]:
             return self._own[index]
         return [table[name] for table, name, _ in self._slots[index]]
+
+    def leave(self, index: int) -> None:
+        """A unit's full parameters stay where they are while nobody runs."""
+        self._left[index] = [table[name]._version for table, name, _ in self._slots[index]]
+
+    def edited(self, index: int) -> bool:
+        """Whether full parameters that were left have been edited since: the edit would be lost with them."""
+        left = self._left.get(index)
+        return left is not None and left != [table[name]._version for table, name, _ in self._slots[index]]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether full parameters stand anywhere."""
+        return any(self._installed)
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -102,6 +118,14 @@ class Tables:
 
     def _state(self) -> list[tuple[Sequence[Slot], bool]]:
         return list(zip(self._slots, self._installed, strict=True))
+
+
+def edited_text(title: str) -> str:
+    """What to say of edited full parameters."""
+    return (
+        f"the gathered parameters of unit {title!r} were edited in place; they are a copy of the masters, so the edit "
+        f"would be lost. Edit the sharded parameters instead: those of module.parameters(), or after module.reshard()"
+    )
 
 
 class Binding(Tables):

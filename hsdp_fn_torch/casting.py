@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hsdp_fn import MixedPrecisionPolicy
+
 T = TypeVar("T")
 
 
@@ -55,6 +57,14 @@ def cast_floating(value: T, dtype: str) -> T:
     """Every floating tensor in ``dtype``; integers, strings and the rest untouched."""
     wanted = getattr(torch, dtype)
     return map_tensors(value, lambda t: t.to(wanted) if t.is_floating_point() and t.dtype is not wanted else t)
+
+
+def casting(policy: MixedPrecisionPolicy, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``call(*args, **kwargs)`` with the casts of inputs and outputs that a policy asks for."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+    out = call(*args, **kwargs)
+    return out if policy.output_dtype is None else cast_floating(out, policy.output_dtype)
 
 
 def _like_dict(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -43,6 +43,8 @@ _CLASSES: WeakKeyDictionary[type, dict[type, weakref.ref[type]]] = WeakKeyDictio
 class ReplicateModule(HSDPModule):
     """What `replicate` makes of a module's class: an `HSDPModule` whose parameters are whole on every rank."""
 
+    _original_at = 3
+
 
 def fully_shard(
     module: M | list[nn.Module],
@@ -124,16 +126,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     effect on other modules, and the second time.
 
     Raises:
-        ValueError: the module has no such method.
+        ValueError: the module has no such method; TypeError: it is a module.
     """
     if not isinstance(module, HSDPModule):
         return
     method = getattr(module, method_name, None)
+    if isinstance(method, nn.Module):
+        raise TypeError(f"{method_name!r} of {type(module).__name__} is a module, not a method; shard it on its own")
     if not callable(method):
         raise ValueError(f"{type(module).__name__} doesn't have a method {method_name!r}")
     if getattr(method, "_hsdp_forward", False):
         return
-    original = getattr(type(module), method_name, None)
     bound = method.__func__ if getattr(method, "__self__", None) is module else None
 
     @not_traced
@@ -143,7 +146,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return tree_of(self).run(group_of(self), self, call, args, kwargs)
 
     forward._hsdp_forward = True  # type: ignore[attr-defined]
-    del original
     module.__dict__[method_name] = forward.__get__(module, type(module))  # type: ignore[attr-defined]
 
 

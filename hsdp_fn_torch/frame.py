@@ -27,9 +27,9 @@ from hsdp_fn import unit as on_unit
 from hsdp_fn.state import Token
 
 from .backend import TorchBackend, torch_backend
-from .binding import Binding, Tables
+from .binding import Binding, Tables, edited_text
 from .casting import cast_floating
-from .gather import SavedParams, attach, watch
+from .gather import SavedParams, attach, outside_functorch, watch
 from .order import Order
 from .reducer import Reducer
 from .trace import span
@@ -108,7 +108,7 @@ class Frame:
         policy = plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-        with span("pre_forward", plan):
+        with span("pre_forward", plan), outside_functorch():
             self.enter(index, prefetch=prefetch)
         versions = [(t, t._version) for t in self._bases(index)]
         use.depth += 1
@@ -127,7 +127,7 @@ class Frame:
                 f"are a copy of the masters, so the edit would be lost. Change the masters instead (apply_updates)."
             )
         out = out if policy.output_dtype is None else cast_floating(out, policy.output_dtype)
-        with span("post_forward", plan):
+        with span("post_forward", plan), outside_functorch():
             self.leave(index, out, final)
         return out
 
@@ -233,6 +233,8 @@ class Frame:
         self._reducer.begin(self.layout)
         self._order.begin_backward()
         for index, use in enumerate(self.uses):
+            if self._binding is not None and self._binding.edited(index):
+                raise RuntimeError(edited_text(self.layout.units[index].title))
             if use.attached is not None and use.leaves is None and not use.depth:
                 self._install_leaves(index)
 
@@ -312,6 +314,8 @@ class Frame:
             use.leaves = None
             if use.depth:  # a backward inside its forward
                 continue
+            if use.over and not use.held:
+                use.attached = None  # its node isn't waited for if nobody uses its outputs
             waits = use.nodes > 0 and not use.reduced  # for the backward of another graph
             if self.handling[index].reshard_after_backward and not waits and (last or use.reduced):
                 self.reshard(index)
@@ -332,8 +336,11 @@ class Frame:
         for index, use in enumerate(self.uses):
             use.over = True
             graph = use.attached is not None and use.nodes > 0 and not self.handling[index].reshard_after_forward
-            if self._binding is not None and not use.held and not graph:
-                self._binding.uninstall(index)
+            if self._binding is not None:
+                if use.held or graph:
+                    self._binding.leave(index)
+                else:
+                    self._binding.uninstall(index)
 
     def commit(self) -> HSDPState:
         """`settle`, and the new state. The frame rests."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._functorch import autograd_function as functorch_functions
 from torch.distributed.tensor import DTensor
 
 from hsdp_fn import PhaseError
@@ -27,6 +29,7 @@ from .use import Ticket
 if TYPE_CHECKING:
     from .frame import Frame
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _top = torch._C._autograd._top_saved_tensors_default_hooks
@@ -59,14 +62,27 @@ class _Attach(torch.autograd.Function):
             )
         if ctx.ticket is not None:
             ctx.ticket.close()
-        frame.receive(ctx.index, grads)
+        with outside_functorch():
+            frame.receive(ctx.index, grads)
         return None, None, None, None
 
 
 def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Full parameters as outputs of the unit's autograd node; frozen ones don't require gradients."""
-    out: tuple[Tensor, ...] = _Attach.apply(frame.anchor, frame, index, full)  # type: ignore[no-untyped-call]
+    apply: Callable[..., Any] = _Attach.apply
+    if torch._C._are_functorch_transforms_active():
+        # A node of ordinary autograd, which transforms (torch.func.jvp) pass over: parameters are constants to them.
+        apply = super(torch.autograd.Function, _Attach).apply
+        with functorch_functions.enable_single_level_autograd_function():  # type: ignore[attr-defined]
+            out: tuple[Tensor, ...] = apply(frame.anchor, frame, index, full)  # type: ignore[no-untyped-call]
+    else:
+        out = apply(frame.anchor, frame, index, full)
     return out
+
+
+def outside_functorch() -> AbstractContextManager[Any]:
+    """Inside, torch.func's transforms don't see what is done: gathers and reductions are of plain tensors."""
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING
 
 
 def watch(frame: Frame, index: int, out: Any) -> None:
@@ -142,7 +158,11 @@ class SavedParams:
         low = min((r[0] for r in ranges), default=0)
         high = max((r[1] for r in ranges), default=0)
 
+        transformed = torch._C._are_functorch_transforms_active()
+
         def pack(tensor: Tensor) -> Any:
+            if transformed and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                return _Kept(tensor)
             if tensor.layout is not torch.strided:
                 return _Kept(tensor) if beneath is None else _Packed(beneath[0](tensor), beneath[1])
             local, spec = (tensor._local_tensor, tensor._spec) if type(tensor) is DTensor else (tensor, None)

@@ -24,7 +24,7 @@ from hsdp_fn.policy import MixedPrecisionPolicy
 from .backend import TorchBackend
 from .binding import Slot
 from .comm import UnitComm
-from .dtensor import Standing, local_of, set_local
+from .dtensor import Standing, local_of, presented, set_local
 from .guards import fingerprint, mark_taken, taken_as
 from .mesh import ShardPlacementResult, mesh_spec
 from .use import Handling
@@ -114,7 +114,7 @@ class Group:
             assert param is not None
             if id(param) in left_out:
                 continue
-            if (taken := taken_as(param)) is not None:
+            if (taken := taken_as(param) or getattr(param, "_hsdp_taken_in", None)) is not None:
                 raise LayoutError(
                     f"parameter {name!r} is tied to {taken!r} of another fully_shard call, which would untie them; "
                     f"give both modules to one call: fully_shard([a, b], ...)"
@@ -131,7 +131,7 @@ class Group:
         specs, standings = [], []
         for param, (first, *aliases) in zip(originals, names, strict=True):
             inner = local_of(param)
-            _require_plain(param, inner, first)
+            _require_plain(inner, first)
             if not param.is_meta and (objection := self.backend.objection(inner)) is not None:
                 raise LayoutError(f"parameter {first!r} {objection}")
             if self.settings.whole or id(param) in whole:
@@ -176,11 +176,12 @@ class Group:
         now."""
         if self.layout is None:
             return []
-        prefixes = {id(m._parameters): name for name, m in root.named_modules(remove_duplicate=False)}
+        prefixes: dict[int, list[str]] = {}  # a module may stand under several names
+        for name, m in root.named_modules(remove_duplicate=False):
+            prefixes.setdefault(id(m._parameters), []).append(name)
         names: list[list[str]] = [[] for _ in self.params]
-        for table, local, at in self.slots:
-            prefix = prefixes[id(table)]
-            names[at].append(f"{prefix}.{local}" if prefix else local)
+        for (table, local), at in {(id(table), local): at for table, local, at in self.slots}.items():
+            names[at] += [f"{prefix}.{local}" if prefix else local for prefix in prefixes[table]]
         return [
             replace(spec, name=first, aliases=tuple(aliases), requires_grad=param.requires_grad, dtype=str(param.dtype))
             for spec, param, (first, *aliases) in zip(self.layout.units[0].params, self.params, names, strict=True)
@@ -225,6 +226,7 @@ class Group:
         if _pointers(locals_) == self.pointers and -1 not in self.pointers:
             return unit
         self._require_home(plan)
+        self.require_plain()
         if unit.acc_full is not None or unit.acc_partial is not None:
             raise RuntimeError(
                 f"parameters of unit {plan.title!r} were replaced or converted while gradients of earlier microbatches "
@@ -268,6 +270,10 @@ class Group:
             for after in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
                 after(param)
 
+    def presented(self, full: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What stands in the modules of gathered local tensors."""
+        return full if self.handling.standings is None else presented(self.standings, full)
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def runs(self, module: nn.Module) -> Callable[[], bool]:
@@ -286,6 +292,16 @@ class Group:
         return ran
 
     # -- parts --------------------------------------------------------------------------------------------------
+
+    def require_plain(self) -> None:
+        """Somebody may have put all-gather hooks on a local tensor meanwhile.
+
+        Raises:
+            NotImplementedError: naming the parameter.
+        """
+        if self.layout is not None:
+            for param, spec in zip(self.params, self.layout.units[0].params, strict=True):
+                _require_plain(local_of(param), spec.name)
 
     def _require_ties(self, plan: UnitLayout) -> None:
         for table, local, at in self.slots:
@@ -326,10 +342,12 @@ class Group:
             for member, row in zip(bucket.params.members, parts, strict=True):
                 rows[member.index] = self.standings[member.index].dtensor(row)
         for at, original in enumerate(originals):
+            row = rows[at]
             if original.is_meta:
-                set_local(cast(nn.Parameter, rows[at]), local_of(rows[at]).to("meta"))
-            param = nn.Parameter(rows[at], requires_grad=original.requires_grad)
+                row = self.standings[at].dtensor(local_of(row).to("meta"))
+            param = nn.Parameter(row, requires_grad=original.requires_grad)
             _carry_over(original, param)
+            param._hsdp_taken_in = plan.params[at].name  # type: ignore[attr-defined]  # by this call
             yield param
 
 
@@ -343,6 +361,11 @@ def groups_of(module: nn.Module, recurse: bool = True) -> list[Group]:
     """The module's unit, if it has one, and with ``recurse`` those of the modules below, each once."""
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(m.__dict__["_hsdp_group"] for m in modules if "_hsdp_group" in m.__dict__))
+
+
+def same_memory(a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether two `Group.marks` differ in versions at most."""
+    return a[0::4] == b[0::4] and a[3::4] == b[3::4]
 
 
 def _pointers(rows: Sequence[Tensor]) -> tuple[int, ...]:
@@ -363,10 +386,9 @@ def _dims(plan: UnitLayout) -> list[int | None]:
 def _carry_over(original: nn.Parameter, param: nn.Parameter) -> None:
     """Attributes that users have set on the parameter (weight decay marks and the like), and its hooks."""
     param.__dict__.update({k: v for k, v in original.__dict__.items() if k != "_hsdp_taken"})
-    for hook in (original._backward_hooks or {}).values():
-        param.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
-        param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (known := getattr(original, hooks, None)) is not None:
+            setattr(param, hooks, known)  # the very dict, so that their handles still remove them
 
 
 def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | None, mesh: DeviceMesh) -> Placement:
@@ -388,7 +410,7 @@ def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | 
     return Shard(wanted.dim)
 
 
-def _require_plain(param: nn.Parameter, inner: Tensor, name: str) -> None:
+def _require_plain(inner: Tensor, name: str) -> None:
     """Sharding copies values into flat memory, where another class of tensor would become a plain one."""
     if (
         type(inner.data) is not Tensor

@@ -72,7 +72,8 @@ def broadcast_module(module: nn.Module, mesh: DeviceMesh | None = None, *, src: 
 
 def _require_sharded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before an optimizer's step: does it hold parameters that have since been replaced by shards?"""
-    if optimizer.__dict__.get("_hsdp_checked") == _taken:
+    seen = _taken, [len(group["params"]) for group in optimizer.param_groups]
+    if optimizer.__dict__.get("_hsdp_checked") == seen:
         return
     lost = [name for group in optimizer.param_groups for p in group["params"] if (name := taken_as(p)) is not None]
     if lost:
@@ -80,4 +81,4 @@ def _require_sharded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             f"this optimizer holds parameters from before fully_shard, such as {lost[:3]} ({len(lost)} in all); its "
             f"steps would change nothing. Make it after fully_shard, from module.parameters()"
         )
-    optimizer.__dict__["_hsdp_checked"] = _taken
+    optimizer.__dict__["_hsdp_checked"] = seen

@@ -57,6 +57,12 @@ class HSDPModule:
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("HSDP modules don't support deepcopy; copy the module before fully_shard")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled or copied; save get_model_state_dict(module), or copy the module "
+            f"before fully_shard"
+        )
+
     # -- the state ----------------------------------------------------------------------------------------------
 
     @property

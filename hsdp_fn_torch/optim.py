@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hsdp_fn import GradPhase, HSDPState, LayoutError, apply_updates, grads, masters
 from hsdp_fn.lifecycle import Op, check
 
 from .backend import TorchBackend, torch_backend
+from .dtensor import local_of
 
 
 def shard_parameters(state: HSDPState) -> dict[str, nn.Parameter]:
@@ -91,6 +93,48 @@ def global_norm(state: HSDPState, rows: Mapping[str, Tensor | None]) -> Tensor:
     if state.layout.mesh.shard_size > 1:
         dist.all_reduce(total, group=backend.group(state.layout.mesh.shard))
     return (total + _sum_of_squares(whole, backend)).sqrt()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for gradients on several meshes, or of which some are DTensors and some plain
+    tensors (of ignored parameters, equal on all ranks), where torch's own raises.
+
+    Communicates: one all-reduce a mesh axis over which gradients are split, for each mesh.
+
+    Returns:
+        The global norm before clipping, a plain tensor, the same on every rank.
+
+    Raises:
+        RuntimeError: with ``error_if_nonfinite``, if the norm isn't finite; gradients are unchanged then.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    by_mesh: dict[object, list[Tensor]] = {}
+    for param in params:
+        if (grad := param.grad) is not None:
+            by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    norms = []
+    for grads_ in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(grads_, norm_type, False, foreach)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they can't be clipped"
+        )
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grads_ in by_mesh.values():
+        locals_ = [local_of(g) for g in grads_]
+        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+    return total
 
 
 def _sum_of_squares(tensors: list[Tensor], backend: TorchBackend) -> Tensor:

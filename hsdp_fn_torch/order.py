@@ -45,6 +45,8 @@ class Order:
 
     def pause(self) -> None:
         """No forward runs any more."""
+        if self._followers is not None:
+            self._followers.pop(self._last, None)  # nothing came after it
         self._last = -1
         self.begun.clear()
 

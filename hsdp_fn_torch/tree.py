@@ -17,14 +17,26 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from hsdp_fn import ROOT, HSDPState, MeshError, ParamSpec, RankMismatchError, UnitSpec, UnitState, plan_layout
+from hsdp_fn import (
+    ROOT,
+    HSDPState,
+    MeshError,
+    ParamSpec,
+    PhaseError,
+    RankMismatchError,
+    UnitSpec,
+    UnitState,
+    plan_layout,
+)
 from hsdp_fn import unit as on_unit
 from hsdp_fn.layout import Layout, Placement
 from hsdp_fn.state import Token
 
-from .binding import Tables
+from .binding import Tables, edited_text
+from .casting import casting
 from .frame import Frame
-from .group import Group, group_of, groups_of
+from .gather import outside_functorch
+from .group import Group, group_of, groups_of, same_memory
 from .mesh import mesh_spec
 
 
@@ -45,9 +57,14 @@ class Tree:
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.frame: Frame | None = None
         self.last_backward = groups[0].settings.last_backward
-        self.post_optimizer_event = groups[0].settings.post_optimizer_event
+        self.post_optimizer_event, groups[0].settings.post_optimizer_event = (
+            groups[0].settings.post_optimizer_event,
+            None,
+        )
+        for group in groups:
+            group.require_plain()
         self._resting: Callable[[], Frame | None] = lambda: None  # the last frame, as long as a graph of it is alive
-        self._values: list[object] = []  # the parameters' versions when the frame began
+        self._values: list[list[object]] = []  # each group's `marks` when the frame began
         self._calls = 0
         self._followers: dict[int, int] = {}
         self._tables = Tables([g.slots for g in self.groups], root.modules())
@@ -120,11 +137,12 @@ class Tree:
         self, group: Group, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         """A call of one of the group's modules, as part of the frame."""
-        frame = self._running()
+        with outside_functorch():
+            frame = self._running()
         self._calls += 1
         try:
             if group.layout is None:
-                return call(*args, **kwargs)
+                return casting(group.settings.mp_policy, call, args, kwargs)
             return frame.run(
                 self.indices[id(group)],
                 call,
@@ -154,9 +172,11 @@ class Tree:
 
     def reshard(self, group: Group) -> None:
         """Free a group's full parameters, if they are there."""
+        self._require_unedited()
         index, s = self.indices[id(group)], self.committed
         if self.frame is not None:
             self.frame.reshard(index)
+        self._tables.uninstall(index)
         units = tuple(on_unit.reshard(u) if i == index else u for i, u in enumerate(s.units))
         self.committed = HSDPState(units, s.layout, s.backend, s.step, s.micro, s.ledger, s.token)
 
@@ -174,6 +194,7 @@ class Tree:
     def reset(self) -> None:
         """`drop`, and forget gradients that earlier backwards have held back."""
         self.drop()
+        self._tables.disconnect()
         self._resting = lambda: None
         s = self.committed
         for unit in s.units:
@@ -195,7 +216,7 @@ class Tree:
     def own_parameters(self) -> Iterator[None]:
         """Inside, every module has its sharded parameters, whatever a running frame has put there."""
         self.undo_failed_backward()
-        with self._tables.own() if self.frame is not None else nullcontext():
+        with self._tables.own() if self._tables.in_place else nullcontext():
             yield
 
     # -- frames -------------------------------------------------------------------------------------------------
@@ -207,16 +228,24 @@ class Tree:
         if frame is not None and (self._calls or frame.in_backward):
             return frame
         values = self._versions()
-        changed = values != self._values
-        if frame is not None and changed:
-            self.drop()  # a forward was left over, and the parameters have changed since
+        if frame is not None and self._outdated(frame, values):
+            self.drop()  # a forward was left over, and its parameters have changed since
             frame = None
         if frame is None:
+            self._require_unedited()
+            self._tables.disconnect()
             frame = self.frame = self._next_frame(values, self._resting())
             self._await_optimizer()
         return frame
 
-    def _next_frame(self, values: list[object], old: Frame | None) -> Frame:
+    def _require_unedited(self) -> None:
+        edited = [i for i in range(len(self.groups)) if self._tables.edited(i)]
+        if edited:
+            self.drop()
+            self._tables.disconnect()
+            raise RuntimeError(edited_text(self.committed.layout.units[edited[0]].title))
+
+    def _next_frame(self, values: list[list[object]], old: Frame | None) -> Frame:
         before = self.committed
         changed = self._refresh(stepped=values != self._values)
         if old is not None and not changed and values == self._values and old.layout is before.layout:
@@ -267,10 +296,25 @@ class Tree:
         frame.pause()
         if not frame.has_graph:
             self._rest(frame.rest_forward(stay=True))
+            for index, unit in enumerate(self.committed.units):
+                if isinstance(unit.full, tuple):  # as it stands after a forward with a graph
+                    self._tables.install(index, self.groups[index].presented(unit.full))
+                    self._tables.leave(index)
 
-    def _versions(self) -> list[object]:
-        """What changes when somebody updates or replaces a parameter."""
-        return [fact for i, g in enumerate(self.groups) for fact in g.marks(self._tables.standing(i))]
+    def _versions(self) -> list[list[object]]:
+        """What changes when somebody updates or replaces a parameter, for each group."""
+        return [g.marks(self._tables.standing(i)) for i, g in enumerate(self.groups)]
+
+    def _outdated(self, frame: Frame, values: list[list[object]]) -> bool:
+        """Whether parameters that a live graph of the frame was made with have changed. Others, which an optimizer in
+        backward has updated, are followed: their full ones are dropped."""
+        for index, (now, then) in enumerate(zip(values, self._values, strict=True)):
+            if now != then:
+                if frame.uses[index].nodes > 0 or not same_memory(now, then):
+                    return True
+                frame.reshard(index)
+        self._values = values
+        return False
 
     def _refresh(self, *, stepped: bool) -> bool:
         """Follow what has changed outside: settings, frozen parameters, replaced local tensors. Whether a frame of the
@@ -325,6 +369,12 @@ class Tree:
     def _backward_begins(self) -> None:
         frame = self.frame
         assert frame is not None
+        if self._outdated(frame, self._versions()):
+            frame.in_backward = False
+            raise PhaseError(
+                "parameters have changed since the forward of this graph, by an optimizer's step for instance; its "
+                "gradients would mix old values with new ones. Run backward before the step, or forward again"
+            )
         if frame.follow([g.settings.reduction for g in self.groups]):
             self._facts = []  # the layout isn't the plan of these any more
         Variable._execution_engine.queue_callback(self._backward_ends)
@@ -370,7 +420,8 @@ def tree_of(module: nn.Module, *, outermost: bool = False) -> Tree:
             raise RuntimeError(f"module {name!r} ran forward as a root of its own before {type(root).__name__}")
     if len(group_of(root).modules) > 1:
         raise RuntimeError("fully_shard of a list can't be the single root module; shard the module around it too")
-    tree = Tree(root, groups_of(root))
+    with outside_functorch():
+        tree = Tree(root, groups_of(root))
     for m in root.modules():
         if "_hsdp_group" in m.__dict__:
             m.__dict__["_hsdp_tree"] = tree

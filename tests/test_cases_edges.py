@@ -160,10 +160,7 @@ def test_only_floating_inputs_are_cast_and_only_if_wanted(rank, world, cast):
     assert given["t"].x.dtype is torch.float32  # the caller's own
 
 
-IGNORED = pytest.mark.xfail(strict=True, reason="the casts of a unit without parameters of its own aren't done")
-
-
-@pytest.mark.parametrize("bare", [False, pytest.param(True, marks=IGNORED)])
+@pytest.mark.parametrize("bare", [False, True])
 @on_ranks(2)
 def test_casts_are_of_the_unit_that_asks_for_them(rank, world, bare):
     """Of inputs and of the output; also of a root that has no parameters of its own."""

@@ -468,7 +468,7 @@ def test_edits_of_local_tensors_are_used(rank, world):
     model, single = sharded(world), chain()
     with torch.no_grad():
         model(data(rank, 0))
-        model.last.weight.to_local().fill_(0.5)
+        dict(model.named_parameters())["last.weight"].to_local().fill_(0.5)
         single.last.weight.fill_(0.5)
         equal([model(data(rank, 0))], [single(data(rank, 0))])
 

@@ -527,10 +527,7 @@ def test_registered_methods_run_like_forward(rank, world, again, warm, reshard):
     "warm",
     [
         False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(strict=True, reason="the block that forward ran next is gathered every time"),
-        ),
+        True,
     ],
 )
 @on_ranks(2)
@@ -571,7 +568,6 @@ def test_methods_of_which_nothing_is_known(rank, world):
     assert plain.__dict__ == before
 
 
-@pytest.mark.xfail(strict=True, reason="the child is hidden behind a function")
 @on_ranks(2)
 def test_a_child_is_not_a_method(rank, world):
     """Registering it by mistake doesn't hide it."""

@@ -590,7 +590,6 @@ def test_the_event_of_an_optimizer_step_is_awaited_once(rank, world, ran):
         model.set_post_optim_event("now")
 
 
-@pytest.mark.xfail(strict=True, reason="the root's settings keep it")
 @on_ranks(2, group_intact=True)
 def test_an_event_given_before_the_first_forward_is_freed(rank, world):
     model, event = sharded(world), Event([])

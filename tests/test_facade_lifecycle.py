@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -83,9 +84,6 @@ def test_what_stands_in_modules_after_forward_and_backward(rank, world):
             assert standing(model) == ["sharded", "sharded"], (api.name, child, root)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a forward without grad puts the sharded parameters back though it keeps the full"
-)
 @on_ranks(2)
 def test_what_stands_in_modules_after_forward_without_grad(rank, world):
     mesh = fsdp_mesh(world)
@@ -579,3 +577,24 @@ def test_exact_gradients_in_every_setting(rank, world):
         model[0].reshard()
         loss_of(out, batch(rank)[1]).backward()
         equal(full_grads(model), expected)
+
+
+@pytest.mark.parametrize("when", ["before backward", "after a forward without grad", "after unshard"])
+@on_ranks(2)
+def test_edits_of_gathered_parameters_are_told(rank, world, when):
+    """They would be lost; torch says nothing."""
+    model = shard_blocks(OURS, chain(), fsdp_mesh(world))
+    before = [full(p) for p in model.parameters()]
+    with torch.no_grad() if when != "before backward" else contextlib.nullcontext():
+        if when == "after unshard":
+            model.unshard()
+            loss = None
+        else:
+            loss = mean_square(model, data(rank, 0))
+    with torch.no_grad():
+        model.last.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"unit '\(root\)' were edited in place"):
+        loss.backward() if when == "before backward" else model(data(rank, 1))
+    model.reset_iter_state()
+    equal([full(p) for p in model.parameters()], before)
+    mean_square(model, data(rank, 1)).backward()

@@ -282,7 +282,6 @@ def test_tied_parameters_are_one_at_every_name(rank, world, reshard):
     assert model.tied() and isinstance(model.b.weight, DTensor)
 
 
-@pytest.mark.xfail(strict=True, reason="the tree's plan gives such a parameter one of the names twice")
 @on_ranks(2)
 def test_a_module_under_two_names_in_one_call(rank, world):
     mesh = fsdp_mesh(world)
@@ -467,7 +466,6 @@ def test_buffers_are_kept_whole(rank, world):
     equal([model[0].running_mean], [torch.zeros(4)])
 
 
-@pytest.mark.xfail(strict=True, reason="the meta parameter's DTensor is made on the CPU and then given a meta tensor")
 @on_ranks(2)
 def test_meta_parameters_stay_on_meta_beside_others(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))

@@ -279,7 +279,6 @@ def test_replicated_parameters_are_whole_and_all_reduced(rank, world):
         copy.deepcopy(model)
 
 
-@pytest.mark.xfail(strict=True, reason="ReplicateModule has the original class one place further on")
 @on_ranks(2, group_intact=True)
 def test_a_slice_of_a_replicated_sequential_is_plain(rank, world):
     model = replicate(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), mesh=fsdp_mesh(world))
@@ -478,7 +477,6 @@ def test_all_gather_extensions_are_refused_by_name(rank, world):
     fully_shard(model, mesh=fsdp_mesh(world), ignored_params=[model.last.weight])
 
 
-@pytest.mark.xfail(strict=True, reason="hooks on a local tensor that come after fully_shard are passed over")
 @on_ranks(2, group_intact=True)
 def test_all_gather_extensions_of_instances_are_refused(rank, world):
     """They come after sharding, so the first forward must tell."""
