@@ -10,7 +10,7 @@ READY   := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 
-.PHONY: train test lint types bench setup clean
+.PHONY: train test parity lint types bench setup clean
 
 setup: $(READY)
 
@@ -30,6 +30,10 @@ train: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Every test that docs/parity.md names must exist and pass.
+parity: $(READY)
+	$(BIN)/python -m tests.parity_table --run
 
 lint: $(READY)
 	$(BIN)/ruff check .

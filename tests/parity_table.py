@@ -38,12 +38,16 @@ class Row:
 
 
 def rows(text: str) -> Iterator[Row]:
-    """All rows of all tables, heads and rules left out."""
+    """All rows of the tables that have a column ``tests``."""
+    listed = False
     for line in text.splitlines():
         cells = [c.strip() for c in line.strip().strip("|").split("|")]
-        if not line.startswith("|") or len(cells) < 3 or set(cells[0]) <= set("-: ") or "tests" in cells:
-            continue
-        yield Row(cells[0], tuple(_TEST.findall(line)), cells[-1])
+        if not line.startswith("|"):
+            listed = False
+        elif "tests" in cells:
+            listed = True
+        elif listed and not set(cells[0]) <= set("-: "):
+            yield Row(cells[0], tuple(_TEST.findall(line)), cells[-1])
 
 
 def problems(text: str) -> list[str]:
