@@ -159,9 +159,9 @@ def share_comm_ctx(modules: Sequence[HSDPModule]) -> None:
     for module in modules:
         if not isinstance(module, HSDPModule):
             raise ValueError(f"expected HSDPModules, found {type(module).__name__}: {module!r}")
-    pools = [group_of(m).backend.pool for m in modules]  # type: ignore[arg-type]
+    pools = [group_of(m).backend.pool for m in modules]
     for module in modules:
-        group_of(module).backend.share_pool(pools[0])  # type: ignore[arg-type]
+        group_of(module).backend.share_pool(pools[0])
 
 
 def hsdp_sync_stream() -> None:

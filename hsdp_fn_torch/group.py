@@ -351,13 +351,13 @@ class Group:
             yield param
 
 
-def group_of(module: nn.Module) -> Group:
+def group_of(module: Any) -> Group:
     """The unit that the module belongs to."""
     group: Group = module.__dict__["_hsdp_group"]
     return group
 
 
-def groups_of(module: nn.Module, recurse: bool = True) -> list[Group]:
+def groups_of(module: Any, recurse: bool = True) -> list[Group]:
     """The module's unit, if it has one, and with ``recurse`` those of the modules below, each once."""
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(m.__dict__["_hsdp_group"] for m in modules if "_hsdp_group" in m.__dict__))

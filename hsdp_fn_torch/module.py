@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from typing_extensions import deprecated
@@ -39,7 +39,13 @@ class UnshardHandle:
             tree.unshard(self._group, wait=True)
 
 
-class HSDPModule:
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object  # the other base is the module's class
+
+
+class HSDPModule(_Base):
     """What `fully_shard` makes of a module's class."""
 
     _original_at = 2  # where the original class stands in the order of bases
@@ -51,8 +57,7 @@ class HSDPModule:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        me = cast(nn.Module, self)
-        return tree_of(me).run(group_of(me), me, super().__call__, args, kwargs)  # type: ignore[misc]
+        return tree_of(self).run(group_of(self), self, super().__call__, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("HSDP modules don't support deepcopy; copy the module before fully_shard")
@@ -69,7 +74,7 @@ class HSDPModule:
     def hsdp_state(self) -> HSDPState:
         """The explicit state of the whole tree: the committed one, or the units as they stand while an iteration is
         under way. Exists from the first forward on."""
-        return existing_tree(cast(nn.Module, self)).state
+        return existing_tree(self).state
 
     def describe(self) -> str:
         """The state as a table, for people."""
@@ -88,9 +93,8 @@ class HSDPModule:
         require_bool("recursive", recursive)
         if not recursive:
             raise PolicyError("reset_iter_state resets the whole tree; recursive=False isn't possible")
-        me = cast(Any, self)
-        tree: Tree | None = me.__dict__.get("_hsdp_tree")
-        if me.__dict__.get("_hsdp_inner") is not None or (tree is not None and tree.root is not me):
+        tree: Tree | None = self.__dict__.get("_hsdp_tree")
+        if self.__dict__.get("_hsdp_inner") is not None or (tree is not None and tree.root is not self):
             raise RuntimeError("reset_iter_state must be called on the root module")
         if tree is not None:
             tree.reset()
@@ -108,54 +112,51 @@ class HSDPModule:
             async_op: return a handle instead of waiting. Forward waits in any case.
         """
         require_bool("async_op", async_op)
-        me = cast(nn.Module, self)
-        group, tree = group_of(me), None
+        group, tree = group_of(self), None
         if group.layout is not None:
-            tree = tree_of(me, outermost=True)
+            tree = tree_of(self, outermost=True)
             tree.unshard(group, wait=not async_op)
         return UnshardHandle(tree, group) if async_op else None
 
     def reshard(self) -> None:
         """Free this module's full parameters, if it has any. Does not communicate, but waits for a gather in flight.
         What autograd has saved of parameters that weren't to be resharded after forward stays until its backward."""
-        me = cast(nn.Module, self)
-        tree: Tree | None = me.__dict__.get("_hsdp_tree")
-        if tree is not None and group_of(me).layout is not None:
-            tree.reshard(group_of(me))
+        tree: Tree | None = self.__dict__.get("_hsdp_tree")
+        if tree is not None and group_of(self).layout is not None:
+            tree.reshard(group_of(self))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """The sharded parameters, even while the module holds full ones for backward (which FSDP2 lists then).
         Inside forward: what stands there."""
-        me = cast(nn.Module, self)
-        tree: Tree | None = me.__dict__.get("_hsdp_tree")
+        tree: Tree | None = self.__dict__.get("_hsdp_tree")
         with nullcontext() if tree is None or tree.running else tree.own_parameters():
-            return iter(list(super().named_parameters(prefix, recurse, remove_duplicate)))  # type: ignore[misc]
+            return iter(list(super().named_parameters(prefix, recurse, remove_duplicate)))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Sharded DTensors that share the masters' memory, in any phase. Does not communicate."""
-        with own_parameters(cast(nn.Module, self)):
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        with own_parameters(self):
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load shards or full tensors; see `hsdp_fn_torch.state_dict.load_into`. Does not communicate for these."""
-        with own_parameters(cast(nn.Module, self)):
-            return load_into(cast(nn.Module, self), state_dict, strict=strict, assign=assign)
+        with own_parameters(self):
+            return load_into(self, state_dict, strict=strict, assign=assign)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero in place) ``.grad``, and ``main_grad`` where there is one, of this module's parameters."""
-        with own_parameters(cast(nn.Module, self)):
-            for param in cast(nn.Module, self).parameters():
+        with own_parameters(self):
+            for param in self.parameters():
                 if (main := getattr(param, "main_grad", None)) is not None:
                     param.main_grad = None if set_to_none else main.zero_()  # type: ignore[attr-defined]
-            super().zero_grad(set_to_none)  # type: ignore[misc]
+            super().zero_grad(set_to_none)
 
     def zero_grads(self) -> None:
         """`zero_grad`, by HyperParallel's older name."""
         self.zero_grad()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with own_parameters(cast(nn.Module, self)):
-            return super()._apply(fn, recurse)  # type: ignore[misc]
+        with own_parameters(self):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # -- when to communicate ------------------------------------------------------------------------------------
 
@@ -163,35 +164,35 @@ class HSDPModule:
         """Whether backward communicates gradients. False accumulates them whole (``Sync.NONE``): each rank keeps the
         gradient of all parameters until the next backward that does."""
         require_bool("requires_gradient_sync", requires_gradient_sync)
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             group.handling.sync = Sync.FULL if requires_gradient_sync else Sync.NONE
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward all-reduces over the replicate axis. False keeps reduce-scattered sums (``Sync.SHARD``).
         Without a replicate axis there is nothing to switch."""
         require_bool("requires_all_reduce", requires_all_reduce)
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             if group.mesh.ndim > 1 and group.handling.sync is not Sync.NONE:
                 group.handling.sync = Sync.FULL if requires_all_reduce else Sync.SHARD
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether full parameters are freed after forward, overriding the root's default."""
         require_bool("reshard_after_forward", reshard_after_forward)
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             group.settings.reshard_after_forward = reshard_after_forward
             group.handling.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Whether full parameters are freed after backward. False saves the next microbatch's gather."""
         require_bool("reshard_after_backward", reshard_after_backward)
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             group.handling.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module again. With False (for an embedding, say) it is gathered only if
         autograd needs a parameter after all."""
         require_bool("unshard_in_backward", unshard_in_backward)
-        group_of(cast(nn.Module, self)).handling.unshard_in_backward = unshard_in_backward
+        group_of(self).handling.unshard_in_backward = unshard_in_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether further backwards of the same iteration follow the next one. If so, what was gathered for them
@@ -218,7 +219,7 @@ class HSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's gradients by ``factor`` instead of the number of data-parallel ranks. 1.0: a sum."""
-        settings = group_of(cast(nn.Module, self)).settings
+        settings = group_of(self).settings
         r = settings.reduction
         settings.reduction = ReductionPolicy(r.op, factor, r.scaling_factor, r.unused)
 
@@ -230,7 +231,7 @@ class HSDPModule:
     def set_gradient_scaling_factor(self, factor: float | Tensor | None = None) -> None:
         """Multiply this module's reduced gradients, once, after the division. None: don't."""
         number: Any = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
-        settings = group_of(cast(nn.Module, self)).settings
+        settings = group_of(self).settings
         r = settings.reduction
         settings.reduction = ReductionPolicy(r.op, r.divide_factor, number, r.unused)
 
@@ -238,7 +239,7 @@ class HSDPModule:
         """``"avg"`` or ``"sum"`` over the data-parallel ranks."""
         name = op.strip().lower() if isinstance(op, str) else op
         ReductionPolicy(name)
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             r = group.settings.reduction
             group.settings.reduction = ReductionPolicy(name, r.divide_factor, r.scaling_factor, r.unused)
 
@@ -246,7 +247,7 @@ class HSDPModule:
         """Whether a trainable parameter without a gradient counts as one of zeros, so that ranks may use different
         parameters. Otherwise its ``.grad`` stays None."""
         require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             r = group.settings.reduction
             unused = "zeros" if reduce_scatter_unused_params else "none"
             group.settings.reduction = ReductionPolicy(r.op, r.divide_factor, r.scaling_factor, unused)
@@ -258,18 +259,18 @@ class HSDPModule:
         Raises:
             ValueError: a stream, on a mesh that replicates.
         """
-        group = group_of(cast(nn.Module, self))
+        group = group_of(self)
         group.comm.set_all_reduce_hook(hook, stream=stream, replicates=group.mesh.ndim > 1)
 
     # -- how it communicates ------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this module's parameters with an object of the user's; see `hsdp_fn_torch.comm.AllGather`."""
-        group_of(cast(nn.Module, self)).comm.set_all_gather(comm)
+        group_of(self).comm.set_all_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this module's gradients with the user's object; see `hsdp_fn_torch.comm.ReduceScatter`."""
-        group_of(cast(nn.Module, self)).comm.set_reduce_scatter(comm)
+        group_of(self).comm.set_reduce_scatter(comm)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight, each holding a unit's whole gradient. More never changes numbers.
@@ -281,13 +282,13 @@ class HSDPModule:
             raise TypeError(f"max_input_buffers must be an int, found {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise PolicyError(f"max_input_buffers must be at least 1, found {max_input_buffers}")
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             group.handling.max_reductions = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reduce-scatters a process group of their own, one for all modules that share their ranks."""
         require_bool("enable", enable)
-        for group in groups_of(cast(nn.Module, self), recurse):
+        for group in groups_of(self, recurse):
             group.comm.set_separate_reduce_scatter_group(enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -300,7 +301,7 @@ class HSDPModule:
         Raises:
             AssertionError: a custom collective was set.
         """
-        group_of(cast(nn.Module, self)).comm.set_allocate_from_group(enable)
+        group_of(self).comm.set_allocate_from_group(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Communicate through symmetric memory. Communicates: a barrier.
@@ -308,15 +309,14 @@ class HSDPModule:
         Raises:
             NotImplementedError: the process group isn't NCCL on CUDA.
         """
-        group = group_of(cast(nn.Module, self))
+        group = group_of(self)
         groups_of_mesh = group.mesh.get_group(group.mesh.ndim - 1)
         group.comm.set_symm_mem(groups_of_mesh, group.backend.device, backend)
 
     def _tree_or_settings(self) -> Any:
         """Who keeps what concerns the whole tree: before there is one, the settings of its root to be."""
-        me = cast(Any, self)
-        tree = me.__dict__.get("_hsdp_tree")
-        return tree if tree is not None else group_of(me).settings
+        tree = self.__dict__.get("_hsdp_tree")
+        return tree if tree is not None else group_of(self).settings
 
     def _set_prefetch(self, which: str, modules: Sequence[HSDPModule]) -> None:
         if not isinstance(modules, (list, tuple)):
@@ -324,10 +324,10 @@ class HSDPModule:
         for module in modules:
             if not isinstance(module, HSDPModule):
                 raise PolicyError(f"can prefetch HSDPModules only, found {type(module).__name__}: {module!r}")
-        group = group_of(cast(nn.Module, self))
+        group = group_of(self)
         before = getattr(group.settings, which)
-        setattr(group.settings, which, [group_of(cast(nn.Module, m)) for m in modules] if modules else None)
-        tree: Tree | None = cast(Any, self).__dict__.get("_hsdp_tree")
+        setattr(group.settings, which, [group_of(m) for m in modules] if modules else None)
+        tree: Tree | None = self.__dict__.get("_hsdp_tree")
         if tree is not None:
             try:
                 tree.arrange()

@@ -402,7 +402,7 @@ class Tree:
             self._rest(frame.rest())
 
 
-def tree_of(module: nn.Module, *, outermost: bool = False) -> Tree:
+def tree_of(module: Any, *, outermost: bool = False) -> Tree:
     """The tree that the module belongs to. The first module that asks becomes the root of one; with ``outermost``, the
     outermost sharded module above it does. Making one communicates one short message a rank.
 
@@ -428,7 +428,7 @@ def tree_of(module: nn.Module, *, outermost: bool = False) -> Tree:
     return tree
 
 
-def existing_tree(module: nn.Module) -> Tree:
+def existing_tree(module: Any) -> Tree:
     """The tree that the module belongs to.
 
     Raises:
@@ -440,7 +440,7 @@ def existing_tree(module: nn.Module) -> Tree:
     return tree
 
 
-def own_parameters(module: nn.Module) -> AbstractContextManager[None]:
+def own_parameters(module: Any) -> AbstractContextManager[None]:
     """`Tree.own_parameters` of the module's tree, if it has one."""
     tree: Tree | None = module.__dict__.get("_hsdp_tree")
     return tree.own_parameters() if tree is not None else nullcontext()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 from hsdp_fn import LayoutError, MeshError
-from hsdp_fn_torch import MixedPrecisionPolicy, broadcast_module, fully_shard, replicate
+from hsdp_fn_torch import MixedPrecisionPolicy, broadcast_module, clip_grad_norm_, fully_shard, replicate
 from tests.test_cases import AB, HALF, Data, Named, Net, assert_like_reference, averaged, gradients, seeded, shard
 from tests.workers_facade import adamw, data, full
 from tests.workers_torch import close, equal, fsdp_mesh, hsdp_mesh, mesh_for, on_ranks
@@ -300,11 +300,16 @@ def test_one_rank_trains_like_the_plain_model(rank, world):
     assert (single.weight != seeded(lambda: nn.Linear(4, 4)).weight).all()
 
 
+def _infinite() -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.full((1,), torch.inf)
+    return param
+
+
 @pytest.mark.parametrize("second", ["plain", "another mesh", "a replicated unit"])
 @on_ranks(4)
 def test_clipping_over_parameters_of_different_kinds(rank, world, second):
-    """torch's clipping refuses plain tensors or another mesh beside, on every rank; the norms of the parts can be
-    combined by hand. What `replicate` makes is on the same mesh, and is taken."""
+    """torch's clipping refuses plain tensors or another mesh beside, on every rank; ours takes them."""
     single = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     model, mesh = copy.deepcopy(single), hsdp_mesh()
     if second == "another mesh":
@@ -321,14 +326,13 @@ def test_clipping_over_parameters_of_different_kinds(rank, world, second):
     expected = averaged(single)
     norm = torch.cat([g.flatten() for g in expected.values()]).norm()
     params = list(model.parameters())
-    if second == "a replicated unit":
-        close(full(nn.utils.clip_grad_norm_(params, 0.5)), norm)
-    else:
+    if second != "a replicated unit":
         with pytest.raises((RuntimeError, ValueError), match=r"[Mm]esh|mixed torch.Tensor and DTensor"):
             nn.utils.clip_grad_norm_(params, 0.5)
-        parts = [full(nn.utils.get_total_norm([p.grad for p in m.parameters()])) for m in model]
-        close(torch.stack(parts).norm(), norm)
-        nn.utils.clip_grads_with_norm_(params, 0.5, torch.stack(parts).norm(), foreach=False)
+    with pytest.raises(RuntimeError, match="norm of order inf"):
+        clip_grad_norm_([*params, _infinite()], 0.5, torch.inf, error_if_nonfinite=True)
+    close(clip_grad_norm_(params, 1e9), norm)
+    close(clip_grad_norm_(params, 0.5), norm)
     close(gradients(model), {name: g * 0.5 / norm for name, g in expected.items()})
 
 
