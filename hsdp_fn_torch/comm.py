@@ -375,7 +375,7 @@ def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     is first asked for."""
     ranks = tuple(dist.get_process_group_ranks(group))
     made = _SEPARATE.setdefault(dist.distributed_c10d._get_default_group(), {})
-    if ranks not in made:
+    if made.get(ranks) not in dist.distributed_c10d._world.pg_map:  # never made, or destroyed since
         made[ranks] = dist.new_group(
             list(ranks),
             backend=dist.get_backend_config(group),

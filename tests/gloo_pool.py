@@ -335,6 +335,18 @@ def _answer(rank: int, world: int, job: bytes, stacks: TextIO) -> bytes:
         return pickle.dumps(Outcome(rank, failure=Failure.of(rank, error), group_lost=dist.group.WORLD is not group))
     finally:
         faulthandler.cancel_dump_traceback_later()
+        _end_groups()
+
+
+def _end_groups() -> None:
+    """Destroy the process groups that the job has made beside the default one: each has threads of its own, which wake
+    up now and then."""
+    import torch.distributed as dist
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
 
 
 def _reset_globals() -> None:

@@ -253,3 +253,16 @@ def test_workers_end_with_their_parent_also_in_the_middle_of_a_job(tmp_path: Pat
         parent.kill()
     assert ended_soon(pids)
     assert list(tmp_path.iterdir()) == []
+
+
+def make_groups(rank, world):
+    """How many process groups there are, after making some and ending none."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(3):
+        dist.new_group(list(range(world)))
+    return before
+
+
+def test_groups_that_a_job_leaves_behind_are_ended(gloo: GlooPool) -> None:
+    assert gloo.run(make_groups) == [1, 1]
+    assert gloo.run(make_groups) == [1, 1]
