@@ -29,11 +29,12 @@ from hsdp_fn.state import Token
 from .backend import TorchBackend, torch_backend
 from .binding import Binding, Tables, edited_text
 from .casting import cast_floating
-from .gather import SavedParams, attach, outside_functorch, watch
+from .dtensor import presented
+from .gather import SavedParams, attach, plainly, watch
 from .order import Order
 from .reducer import Reducer
 from .trace import span
-from .use import Handling, Use
+from .use import Handling, Ticket, Use
 
 _NO_HOOKS = nullcontext()
 
@@ -73,7 +74,7 @@ class Frame:
         self._tables, self._binding = tables, tables
         self._on_backward, self._on_wake, self._forward_only = on_backward, on_wake, forward_only
         self._reducer = Reducer(state.layout, self.uses, handling, self.backends, self.log)
-        self._order = Order(state.layout, handling, followers)
+        self.order = Order(state.layout, handling, followers)
         self._guests: list[int] = []  # units that were gathered for a backward in which no node will reshard them
         self._soon = -1  # saved views left when a quarter of the present unit's backward is done
         self.running = False
@@ -108,7 +109,7 @@ class Frame:
         policy = plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-        with span("pre_forward", plan), outside_functorch():
+        with span("pre_forward", plan), plainly():
             self.enter(index, prefetch=prefetch)
         versions = [(t, t._version) for t in self._bases(index)]
         use.depth += 1
@@ -127,7 +128,7 @@ class Frame:
                 f"are a copy of the masters, so the edit would be lost. Change the masters instead (apply_updates)."
             )
         out = out if policy.output_dtype is None else cast_floating(out, policy.output_dtype)
-        with span("post_forward", plan), outside_functorch():
+        with span("post_forward", plan), plainly():
             self.leave(index, out, final)
         return out
 
@@ -138,12 +139,14 @@ class Frame:
         self._release(index)
         full = self._gathered(index)
         if self.in_backward:
-            self._prefetch(self._order.before(index, self.uses))
+            self._prefetch(self.order.before(index, self.order.at, self.uses))
         elif prefetch:
-            self._prefetch(self._order.begin(index))
+            self._prefetch(self.order.begin(index))
         if torch.is_grad_enabled() and self.layout.units[index].trainable:
             if use.attached is None or (use.over and not use.depth):
-                use.attached, use.over = attach(self, index, full), False
+                use.attached, use.over, use.ran = attach(self, index, full), False, True
+                if not self.in_backward:
+                    self.order.pending.add(self.order.now)
             full = use.attached
         if self._binding is not None:
             self._binding.install(index, full)
@@ -152,7 +155,7 @@ class Frame:
     def look(self, index: int) -> tuple[Tensor, ...]:
         """`enter`, for parameters used by name: costs nothing where the unit has been entered and is still there."""
         use = self.uses[index]
-        here = index in self._order.begun and isinstance(use.state.full, tuple)
+        here = index in self.order.begun and isinstance(use.state.full, tuple)
         if here and (use.attached is not None or not torch.is_grad_enabled()):
             return self.current(index)
         return self.enter(index)
@@ -173,13 +176,13 @@ class Frame:
             watch(self, index, out)
         if final():
             use.over = True
-            self._order.finish(index)
+            self.order.finish(index)
             if self.handling[index].reshard_after_forward:
                 self.reshard(index)
 
     def complete(self, index: int) -> None:
         """A unit of which only some modules ran has run."""
-        self._order.finish(index)
+        self.order.finish(index)
         if self.handling[index].reshard_after_forward and not self.uses[index].held:
             self.reshard(index)
 
@@ -189,9 +192,12 @@ class Frame:
         self._start_gather(index)
 
     def hold(self, index: int) -> None:
-        """Gather a unit by hand and leave it installed."""
+        """Gather a unit by hand and leave it installed, attached to autograd."""
         self.uses[index].held = True
-        self.enter(index, prefetch=False)
+        with torch.enable_grad():
+            self.enter(index, prefetch=False)
+        if self._binding is not None:
+            self._binding.leave(index)
 
     def reshard(self, index: int) -> None:
         """Free a unit's full parameters; its modules have their own back."""
@@ -220,8 +226,9 @@ class Frame:
 
     @property
     def has_graph(self) -> bool:
-        """Whether a backward may come: the graph of some forward is alive and hasn't been differentiated."""
-        return any(use.nodes > 0 for use in self.uses)
+        """Whether a backward may come: the graph of some forward is alive and hasn't been differentiated. Decides
+        whether the frame rests, and nothing that other ranks must agree on."""
+        return any(use.waits for use in self.uses)
 
     def begin_backward(self) -> None:
         """Plan the order in which backward will need the units. The first sign of backward calls it, if nobody has."""
@@ -231,15 +238,14 @@ class Frame:
         if self._on_backward is not None:
             self._on_backward()
         self._reducer.begin(self.layout)
-        self._order.begin_backward()
         for index, use in enumerate(self.uses):
             if self._binding is not None and self._binding.edited(index):
                 raise RuntimeError(edited_text(self.layout.units[index].title))
             if use.attached is not None and use.leaves is None and not use.depth:
                 self._install_leaves(index)
 
-    def before_backward(self, index: int) -> None:
-        """Gradients reached the unit's output: its parameters are needed now, the next unit's soon."""
+    def before_backward(self, index: int, number: int) -> None:
+        """Gradients reached the unit's output of a pass: its parameters are needed now, the next unit's soon."""
         self._require_running()
         self._release(index)
         if not self.in_backward:
@@ -248,6 +254,7 @@ class Frame:
                 self._guests.append(index)
                 return
             self.begin_backward()
+        self.order.reach(number)
         use, plan = self.uses[index], self.layout.units[index]
         with span("pre_backward", plan):
             if self.handling[index].unshard_in_backward:
@@ -260,24 +267,30 @@ class Frame:
             self._soon = use.packed * 3 // 4 if self.backend.device.type == "cpu" else -1
             if not plan.trainable:
                 self._guests.append(index)
-            self._prefetch(self._order.before(index, self.uses))
+            self._prefetch(self.order.before(index, number, self.uses))
             self.backend.pool.trim()
 
-    def remake(self, index: int, at: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """A saved view of the unit's parameters, gathered again if need be."""
+    def remake(self, index: int, number: int, epoch: int, at: int) -> Tensor:
+        """A parameter that a pass has saved a view of, gathered again if need be."""
         use = self.uses[index]
+        self._require_epoch(index, epoch)
         if not isinstance(use.state.full, tuple):
-            self.before_backward(index)
+            self.before_backward(index, number)
+            self._require_epoch(index, epoch)
         use.packed -= 1
         if self._reducer.busy and use.packed == self._soon and self.handling[index].max_reductions == 1:
             self._reducer.advance()
             self.backend.pool.trim()
-        return self._gathered(index)[at].as_strided(size, stride, offset)
+        return self._gathered(index)[at]
 
-    def receive(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Gradients of one use of the unit; the last use's launch the reduction."""
+    def receive(self, index: int, grads: Sequence[Tensor | None], ticket: Ticket | None) -> None:
+        """Gradients of one use of the unit; those of the last use in this backward launch the reduction.
+
+        Args:
+            ticket: of the node that brings them; None for a recomputed use.
+        """
         self._require_running()
-        plan = self.layout.units[index]
+        use, plan = self.uses[index], self.layout.units[index]
         if self._forward_only:
             raise PhaseError("a backward inside evaluate() reached the parameters; use value_and_grad for gradients")
         for spec, grad in zip(plan.params, grads, strict=True):
@@ -290,10 +303,26 @@ class Frame:
             )
         if self._on_backward is not None:
             self.begin_backward()
-        self.uses[index].add_partial(plan, self.handling[index], grads)
-        if self.uses[index].nodes <= 0:
+        if ticket is not None:
+            self._require_epoch(index, ticket.epoch)
+            ticket.backward = self.backwards
+            self.order.reach(ticket.number)
+            last = not any(t.expected(self.backwards) for t in use.live(but=ticket))
+        else:  # the engine knows of a recomputed graph only; uses outside of it are in passes that it has reached
+            reached = self.order.reached
+            last = not any(t.backward != self.backwards and t.number in reached for t in use.live())
+        use.add_partial(plan, self.handling[index], grads)
+        if last:
             for due in self._reducer.due(index):
                 self._reduce(due)
+
+    def outdate(self, indices: Iterable[int]) -> None:
+        """Parameters of these units have changed: what was gathered of them is worth nothing, and graphs made with them
+        can't be differentiated any more."""
+        for index in indices:
+            self.uses[index].epoch += 1
+            self.reshard(index)
+        self.order.pending.clear()
 
     def settle(self, *, last: bool = True) -> None:
         """The backward has ended: reduce what no node has, and reshard. Every collective of the microbatch has been
@@ -310,51 +339,59 @@ class Frame:
             if use.partial is not None or (self.handling[index].sync is not Sync.NONE and (unused or held)):
                 self._reduce(index)
         self._reducer.advance()
+        whole = self.order.end_backward() or self._on_backward is None
         for index, use in enumerate(self.uses):
             use.leaves = None
             if use.depth:  # a backward inside its forward
                 continue
             if use.over and not use.held:
-                use.attached = None  # its node isn't waited for if nobody uses its outputs
-            waits = use.nodes > 0 and not use.reduced  # for the backward of another graph
-            if self.handling[index].reshard_after_backward and not waits and (last or use.reduced):
+                use.attached = None
+            keep = not self.handling[index].reshard_after_backward
+            if not (keep or use.reduced or (whole and last)):
+                keep = use.ran or not last  # a pass through the root waits for its backward; this was a part's alone
+            if not keep:
                 self.reshard(index)
+                use.ran = False
             elif self._binding is not None:
                 self._binding.uninstall(index)
             use.over, use.held, use.reduced = True, False, False
-        self._order.settle(self.uses)
+            use.tickets = [ref for ref in use.tickets if ref() is not None]
         self._guests.clear()
         self.backwards += 1
         self.in_backward = False
 
     # -- end ----------------------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
+    def pause(self, *, whole: bool) -> None:
         """No forward runs any more: the modules have their own parameters back, except where full ones that belong to
-        a live graph, or were gathered by hand, stay."""
-        self._order.pause()
-        for index, use in enumerate(self.uses):
+        a live graph, or were gathered by hand, stay.
+
+        Args:
+            whole: the pass was the root's.
+        """
+        self.order.end_pass(whole=whole)
+        for index, (use, way) in enumerate(zip(self.uses, self.handling, strict=True)):
             use.over = True
-            graph = use.attached is not None and use.nodes > 0 and not self.handling[index].reshard_after_forward
-            if self._binding is not None:
-                if use.held or graph:
-                    self._binding.leave(index)
-                else:
-                    self._binding.uninstall(index)
+            if self._binding is None:
+                continue
+            if isinstance(use.state.full, tuple) and (use.held or not way.reshard_after_forward):
+                if use.attached is None and self.layout.units[index].trainable:
+                    with torch.enable_grad():
+                        use.attached = attach(self, index, use.state.full)
+                self._binding.install(index, use.attached or self.presented(index))
+                self._binding.leave(index)
+            else:
+                self._binding.uninstall(index)
 
     def commit(self) -> HSDPState:
         """`settle`, and the new state. The frame rests."""
         self.settle()
         return self.rest(micro=1)
 
-    def rest_forward(self, *, stay: bool) -> HSDPState:
-        """The state after forwards without backward: its ledger grows. The frame rests.
-
-        Args:
-            stay: units that aren't resharded after forward stay gathered; otherwise only those that came so.
-        """
+    def rest_forward(self) -> HSDPState:
+        """The state after a forward without backward: gathered is what was so before; the ledger grows."""
         for index, use in enumerate(self.uses):
-            if not (use.kept or (stay and (use.held or not self.handling[index].reshard_after_forward))):
+            if not use.kept:
                 self.reshard(index)
         return self.rest()
 
@@ -394,7 +431,8 @@ class Frame:
         self.start = state
         if not self.running:
             self.running = True
-            self.backend.pool.open()
+            self._pool = self.backend.pool
+            self._pool.open()
             self._binding = self._tables
             if self._tables is not None:
                 self._tables.remember()
@@ -402,7 +440,7 @@ class Frame:
     def _disconnect(self) -> None:
         if self.running:
             self.running = False
-            self.backend.pool.close()
+            self._pool.close()
         if self._binding is not None:
             self._binding.disconnect()
             self._binding = None
@@ -415,13 +453,21 @@ class Frame:
                 "the call of value_and_grad or evaluate has returned (return what is needed as aux, detached)"
             )
 
+    def _require_epoch(self, index: int, epoch: int) -> None:
+        if self.uses[index].epoch != epoch:
+            raise PhaseError(
+                f"parameters of unit {self.layout.units[index].title!r} have changed since the forward of this graph, "
+                f"by an optimizer's step for instance; its gradients would mix old values with new ones. Run backward "
+                f"before the step, or forward again"
+            )
+
     def _release(self, index: int) -> None:
         """Reshard what an earlier unit's backward has left gathered."""
         guests, self._guests = self._guests, []
         for other in guests:
             if other == index or self.uses[other].depth:
                 self._guests.append(other)
-            elif self.handling[other].reshard_after_forward:
+            elif self.handling[other].reshard_after_forward and self.handling[other].reshard_after_backward:
                 self.reshard(other)
 
     def _gathered(self, index: int) -> tuple[Tensor, ...]:
@@ -444,6 +490,11 @@ class Frame:
         if self.handling[index].reshard_after_forward and torch.is_grad_enabled():
             return SavedParams(self, index, self._bases(index))
         return _NO_HOOKS
+
+    def presented(self, index: int) -> Sequence[Tensor]:
+        """A unit's full parameters as its modules have them, without autograd."""
+        full, standings = self._gathered(index), self.handling[index].standings
+        return full if standings is None else presented(standings, full)
 
     def _bases(self, index: int) -> list[Tensor]:
         """One parameter a bucket: a bucket's full parameters are views of one buffer."""

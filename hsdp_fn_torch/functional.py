@@ -134,7 +134,7 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
         try:
             with torch.no_grad():
                 out = fn(Params(frame), *batch, **kwargs)
-            new = frame.rest_forward(stay=False)
+            new = frame.rest_forward()
         except BaseException as error:
             frame.abort()
             _explain(error)

@@ -11,8 +11,8 @@ the hooks that were there before (activation checkpointing, offloading), or kept
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,11 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # Weak: the frame holds the outputs of this node. What watches a live graph keeps the frame.
         ctx.frame, ctx.index = weakref.ref(frame), index
-        ctx.ticket = None if frame.in_backward else Ticket(frame, index)  # a recomputed use isn't waited for
+        ctx.ticket = None  # a recomputed use isn't waited for
+        if not frame.in_backward:
+            use = frame.uses[index]
+            ctx.ticket = Ticket(ctx, frame.order.now, use.epoch)
+            use.tickets.append(weakref.ref(ctx.ticket))
         ctx.set_materialize_grads(False)
         out = tuple([t.detach() for t in full])
         standings = frame.handling[index].standings
@@ -60,10 +64,8 @@ class _Attach(torch.autograd.Function):
             raise PhaseError(
                 "the iteration that this graph belongs to was dropped; it can't be differentiated any more"
             )
-        if ctx.ticket is not None:
-            ctx.ticket.close()
-        with outside_functorch():
-            frame.receive(ctx.index, grads)
+        with plainly():
+            frame.receive(ctx.index, grads, ctx.ticket)
         return None, None, None, None
 
 
@@ -80,21 +82,34 @@ def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ..
     return out
 
 
-def outside_functorch() -> AbstractContextManager[Any]:
-    """Inside, torch.func's transforms don't see what is done: gathers and reductions are of plain tensors."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING
+@contextmanager
+def _plain(inference: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if torch._C._are_functorch_transforms_active():
+            stack.enter_context(torch._C._DisableFuncTorch())
+        if inference:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
+
+
+def plainly() -> AbstractContextManager[Any]:
+    """Inside, tensors are ordinary ones: not seen by torch.func's transforms, and not of inference mode, so that what
+    is gathered in an evaluation may serve training."""
+    inference = torch.is_inference_mode_enabled()
+    return _plain(inference) if inference or torch._C._are_functorch_transforms_active() else _NOTHING
 
 
 def watch(frame: Frame, index: int, out: Any) -> None:
     """Call `Frame.before_backward` when gradients reach any of a unit's outputs, once a backward. Hooks on nodes
     survive in-place edits of the output; where even these are lost (edited views), `Frame.remake` gathers."""
-    seen = -1
+    seen, number = -1, frame.order.now
 
     def hook(_: Any) -> None:
         nonlocal seen
         if seen != frame.backwards:
             seen = frame.backwards
-            frame.before_backward(index)
+            frame.before_backward(index, number)
 
     for tensor in tensors_in(out):
         if tensor.grad_fn is not None:
@@ -105,10 +120,10 @@ class _View:
     """A saved tensor that was a view of a unit's full parameters: what it takes to make it again. With its spec if it
     was a DTensor."""
 
-    __slots__ = ("at", "index", "offset", "size", "spec", "stride")
+    __slots__ = ("at", "offset", "size", "spec", "stride")
 
-    def __init__(self, index: int, at: int, local: Tensor, spec: Any) -> None:
-        self.index, self.at, self.spec = index, at, spec
+    def __init__(self, at: int, local: Tensor, spec: Any) -> None:
+        self.at, self.spec = at, spec
         self.size, self.stride, self.offset = local.size(), local.stride(), int(local.storage_offset())
 
 
@@ -154,6 +169,7 @@ class SavedParams:
     def __enter__(self) -> None:
         beneath = _top(True)
         index, ranges, remake, use = self._index, self._ranges, self._frame.remake, self._frame.uses[self._index]
+        number, epoch = self._frame.order.now, use.epoch
         title = self._frame.layout.units[index].title
         low = min((r[0] for r in ranges), default=0)
         high = max((r[1] for r in ranges), default=0)
@@ -171,12 +187,12 @@ class SavedParams:
                 for start, stop, at, dtype in ranges:
                     if start <= pointer < stop and tensor.dtype is dtype:
                         use.packed += 1
-                        return _View(index, at, local, spec)
+                        return _View(at, local, spec)
             return _Kept(tensor) if beneath is None else _Packed(beneath[0](tensor), beneath[1])
 
         def unpack(saved: Any) -> Tensor:
             if type(saved) is _View:
-                view = remake(saved.index, saved.at, saved.size, saved.stride, saved.offset)
+                view = remake(index, number, epoch, saved.at).as_strided(saved.size, saved.stride, saved.offset)
                 return view if saved.spec is None else as_dtensor(view, saved.spec)
             if type(saved) is _Packed:
                 return saved.unpack(saved.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -192,10 +192,9 @@ class Group:
         assert self.layout is not None
         return [Replicate() if dim is None else Shard(dim) for dim in _dims(self.layout.units[0])]
 
-    def facts(self) -> tuple[object, ...]:
+    def facts(self) -> object:
         """What the plan depends on and users can change."""
-        s = self.settings
-        return s.reshard_after_forward, s.mp_policy, s.reduction, [(p.requires_grad, p.dtype) for p in self.params]
+        return self.settings.mp_policy, [(p.requires_grad, p.dtype) for p in self.params]
 
     def marks(self, entries: Sequence[nn.Parameter]) -> list[object]:
         """For each parameter its identity, its memory and its versions: an operator on the DTensor counts there, not
@@ -244,31 +243,17 @@ class Group:
         self.pointers = _pointers([local_of(p) for p in self.params])
         return UnitState(unit.name, tuple(masters), None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
-    def gradients(self, unit: UnitState, plan: UnitLayout) -> Iterator[tuple[nn.Parameter, DTensor]]:
-        """The finished gradient of the unit, as DTensors like the parameters."""
+    def gradients(self, unit: UnitState, plan: UnitLayout) -> Iterator[tuple[nn.Parameter, DTensor, str]]:
+        """The finished gradient of the unit, as DTensors like the parameters, and the attribute that it is for."""
+        where = "main_grad" if plan.mp_policy.apply_grad_on_fp32_main_grad else "grad"
         for bucket, flat in zip(plan.buckets, unit.grad.flats if unit.grad else (), strict=False):
             if flat is None or bucket.grads is None or unit.grad is None:
                 continue
             rows = self.backend.split(bucket.mesh, bucket.grads, flat)
             for member, row in zip(bucket.grads.members, rows, strict=True):
-                if unit.grad.present[member.index]:
-                    yield self.params[member.index], self.standings[member.index].dtensor(row)
-
-    def deliver(self, unit: UnitState, plan: UnitLayout) -> None:
-        """Add the finished gradient to ``.grad`` (or ``.main_grad``), and run the parameters' hooks as autograd would:
-        those of ``register_hook`` on what is added, those of ``register_post_accumulate_grad_hook`` afterwards."""
-        main = plan.mp_policy.apply_grad_on_fp32_main_grad
-        for param, grad in self.gradients(unit, plan):
-            for before in (param._backward_hooks or {}).values():
-                changed: Any = before(grad)
-                grad = grad if changed is None else changed
-            if main:
-                held = getattr(param, "main_grad", None)
-                param.main_grad = grad if held is None else held + grad  # type: ignore[attr-defined]
-            else:
-                param.grad = grad if param.grad is None else cast(DTensor, param.grad + grad)
-            for after in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
-                after(param)
+                param = self.params[member.index]
+                if unit.grad.present[member.index] and param.requires_grad:
+                    yield param, self.standings[member.index].dtensor(row), where
 
     def presented(self, full: Sequence[Tensor]) -> Sequence[Tensor]:
         """What stands in the modules of gathered local tensors."""
@@ -349,6 +334,30 @@ class Group:
             _carry_over(original, param)
             param._hsdp_taken_in = plan.params[at].name  # type: ignore[attr-defined]  # by this call
             yield param
+
+
+def deliver(gradients: Sequence[tuple[nn.Parameter, DTensor, str]]) -> None:
+    """Add finished gradients to the parameters' ``.grad`` (or ``.main_grad``), in place, and run the parameters' hooks
+    as autograd would: all of ``register_hook`` first, on what is added, so that one which raises leaves nothing added;
+    those of ``register_post_accumulate_grad_hook`` afterwards."""
+    hooked = []
+    for param, grad, where in gradients:
+        for before in (param._backward_hooks or {}).values():
+            changed: Any = before(grad)
+            grad = grad if changed is None else changed
+        hooked.append((param, grad, where))
+    with torch.no_grad():
+        for param, grad, where in hooked:
+            held = getattr(param, where, None)
+            if held is None:
+                setattr(param, where, grad)
+            elif isinstance(held, DTensor) and held._spec == grad._spec:
+                held._local_tensor.add_(grad._local_tensor)
+            else:
+                held += grad
+    for param, _, _ in hooked:
+        for after in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+            after(param)
 
 
 def group_of(module: Any) -> Group:

@@ -1,4 +1,9 @@
-"""In which order the units of a frame run, and which of them to gather ahead."""
+"""In which order the units of a frame run, and which of them to gather ahead.
+
+A *pass* is one outermost call: the root's forward, or a module called alone. Backward follows the pass that it
+differentiates. Nothing here, nor in what a frame gathers and reduces, depends on which graphs Python still holds: that
+differs from rank to rank, and collectives must not.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +13,41 @@ from hsdp_fn import Layout
 
 from .use import Handling, Use
 
+_PASSES = 256  # remembered; a backward of an older one gathers nothing ahead
+
 
 class Order:
-    """Follows the units through forward, and says what to prefetch.
+    """Follows the units through passes, and says what to prefetch.
 
-    Forward: what is set by hand, else the units that come next in the layout (``followers`` None) or that came next in
-    the last pass (``followers``, learned here). Backward: what is set by hand, else the units that forward finished
-    before.
+    Forward: what is set by hand, else the units that come next in the layout (``followers`` None) or that came next the
+    last time (``followers``, learned here). Backward: what is set by hand, else the unit that finished before in the
+    same pass.
 
     Args:
         followers: for a unit the one that ran after it; kept by the caller from frame to frame.
+
+    Attributes:
+        now: number of the present pass.
+        begun: units that have begun in it.
+        whole: numbers of passes through the root.
+        pending: passes that were differentiable and that no backward has reached.
+        reached: passes that the present backward has reached; ``at`` is the latest.
     """
 
     def __init__(self, layout: Layout, handling: Sequence[Handling], followers: dict[int, int] | None) -> None:
         self._layout, self._handling, self._followers = layout, handling, followers
-        self.begun: set[int] = set()  # units that have begun in this pass through the model
-        self._last = -1  # the one that began last
-        self._finished: list[int] = []  # units in the order in which they finished forward
-        self._again: list[int] = []  # units to gather again, in the order in which backward needs them
-        self._place: dict[int, int] = {}  # position there
+        self.now = self.at = 0
+        self.begun: set[int] = set()
+        self.whole: set[int] = set()
+        self.pending: set[int] = set()
+        self.reached: set[int] = set()
+        self._last = -1  # the unit that began last
+        self._finished: dict[int, list[int]] = {0: []}  # by pass, units in the order in which they finished
 
     def begin(self, index: int) -> Iterable[int]:
         """A unit begins its forward. Units to start gathering."""
         if self._followers is None and index < self._last:
-            self.begun.clear()  # another pass through the model
+            self.begun.clear()  # the model runs once more
         if self._followers is not None and self._last >= 0:
             self._followers[self._last] = index
         self._last = index
@@ -41,34 +57,47 @@ class Order:
 
     def finish(self, index: int) -> None:
         """A unit has run."""
-        self._finished.append(index)
+        self._finished[self.now].append(index)
 
-    def pause(self) -> None:
-        """No forward runs any more."""
+    def end_pass(self, *, whole: bool) -> None:
+        """The outermost call has returned; it was the root's if ``whole``."""
         if self._followers is not None:
             self._followers.pop(self._last, None)  # nothing came after it
+        if whole:
+            self.whole.add(self.now)
         self._last = -1
         self.begun.clear()
+        self.now += 1
+        self._finished[self.now] = []
+        self._finished.pop(self.now - _PASSES, None)
 
-    def begin_backward(self) -> None:
-        """Plan what backward will gather."""
-        ways = self._handling
-        wanted = (i for i in reversed(self._finished) if ways[i].reshard_after_forward and ways[i].unshard_in_backward)
-        self._again = list(dict.fromkeys(wanted))
-        self._place = {index: at for at, index in enumerate(self._again)}
+    def reach(self, number: int) -> None:
+        """Backward has come to a pass."""
+        self.at = number
+        self.reached.add(number)
+        self.pending.discard(number)
 
-    def before(self, index: int, uses: Sequence[Use]) -> Iterable[int]:
-        """A unit begins its backward. Units to start gathering."""
+    def before(self, index: int, number: int, uses: Sequence[Use]) -> Iterable[int]:
+        """A unit begins its backward of a pass. Units to start gathering."""
         explicit = self._handling[index].backward_prefetch
         if explicit is not None:
             return explicit
-        first = self._place.get(index, -1) + 1
-        ahead = self._again[first : first + self._layout.prefetch.backward]
-        return [i for i in ahead if not uses[i].reduced]
+        ways = self._handling
+        wanted = (
+            i
+            for i in reversed(self._finished.get(number, ()))
+            if i == index or (ways[i].reshard_after_forward and ways[i].unshard_in_backward)
+        )
+        again = list(dict.fromkeys(wanted))
+        first = again.index(index) + 1 if index in again else 0
+        return [i for i in again[first : first + self._layout.prefetch.backward] if not uses[i].reduced]
 
-    def settle(self, uses: Sequence[Use]) -> None:
-        """A backward has ended: forget units of which no graph is left."""
-        self._finished = [i for i in self._finished if uses[i].nodes > 0]
+    def end_backward(self) -> bool:
+        """A backward has ended. Whether it went through the root."""
+        whole = bool(self.reached & self.whole)
+        self.whole -= self.reached
+        self.reached.clear()
+        return whole
 
     def _next(self, index: int) -> list[int]:
         out: list[int] = []

@@ -8,7 +8,6 @@ leaves the committed state as it was.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,8 +34,8 @@ from hsdp_fn.state import Token
 from .binding import Tables, edited_text
 from .casting import casting
 from .frame import Frame
-from .gather import outside_functorch
-from .group import Group, group_of, groups_of, same_memory
+from .gather import plainly
+from .group import Group, deliver, group_of, groups_of, same_memory
 from .mesh import mesh_spec
 
 
@@ -63,15 +62,15 @@ class Tree:
         )
         for group in groups:
             group.require_plain()
-        self._resting: Callable[[], Frame | None] = lambda: None  # the last frame, as long as a graph of it is alive
-        self._values: list[list[object]] = []  # each group's `marks` when the frame began
+        self._last: Frame | None = None  # the frame that rests; graphs of it may wake it
+        self._values: list[list[object]] = []  # each group's `marks` when they were last looked at
         self._calls = 0
         self._followers: dict[int, int] = {}
         self._tables = Tables([g.slots for g in self.groups], root.modules())
         self._backend = groups[0].backend
         _require_one_mesh(self.groups)
         self.arrange()
-        self._facts = [g.facts() for g in self.groups]
+        self._facts: list[object] = [g.facts() for g in self.groups]
         layout = self._plan()
         self._agree(layout)
         units = []
@@ -129,7 +128,9 @@ class Tree:
     @property
     def running(self) -> bool:
         """Whether a forward or backward is going on at this moment."""
-        return self._calls > 0 or (self.frame is not None and self.frame.in_backward)
+        if self.frame is not None and self.frame.in_backward:
+            return bool(torch._C._current_graph_task_id() >= 0)
+        return self._calls > 0
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Tree:
         self, group: Group, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         """A call of one of the group's modules, as part of the frame."""
-        with outside_functorch():
+        with plainly():
             frame = self._running()
         self._calls += 1
         try:
@@ -186,8 +187,7 @@ class Tree:
         """Forget the running frame: the iteration never happened."""
         if self.frame is not None:
             self.frame.abort()
-            self.frame = None
-            self._resting = lambda: None
+        self.frame = self._last = None
         for group in self.groups:
             group.to_run.clear()
 
@@ -195,7 +195,6 @@ class Tree:
         """`drop`, and forget gradients that earlier backwards have held back."""
         self.drop()
         self._tables.disconnect()
-        self._resting = lambda: None
         s = self.committed
         for unit in s.units:
             on_unit.drop_flight(unit, self._backend)
@@ -227,15 +226,34 @@ class Tree:
         frame = self.frame
         if frame is not None and (self._calls or frame.in_backward):
             return frame
-        values = self._versions()
-        if frame is not None and self._outdated(frame, values):
-            self.drop()  # a forward was left over, and its parameters have changed since
-            frame = None
+        self._require_unedited()
+        self._tables.disconnect()
+        changed = self._changed()
         if frame is None:
-            self._require_unedited()
-            self._tables.disconnect()
-            frame = self.frame = self._next_frame(values, self._resting())
+            frame = self._last
             self._await_optimizer()
+        facts: list[object] = [g.facts() for g in self.groups]
+        replaced = changed is None or (facts != self._facts and (frame is None or not frame.order.pending or changed))
+        if replaced:
+            self.drop()
+            frame = None
+        self._follow(facts if replaced else None, changed)
+        if frame is None:
+            frame = Frame(
+                self.committed,
+                [g.handling for g in self.groups],
+                backends=[g.unit_backend(self._backend) for g in self.groups],
+                tables=self._tables,
+                followers=self._followers,
+                on_backward=self._backward_begins,
+                on_wake=self._wake,
+            )
+        else:
+            frame.outdate(changed or ())
+            if not frame.running:
+                frame.resume(self.committed)
+        frame.backends[:] = [g.unit_backend(self._backend) for g in self.groups]
+        self.frame, self._last = frame, None
         return frame
 
     def _require_unedited(self) -> None:
@@ -245,31 +263,17 @@ class Tree:
             self._tables.disconnect()
             raise RuntimeError(edited_text(self.committed.layout.units[edited[0]].title))
 
-    def _next_frame(self, values: list[list[object]], old: Frame | None) -> Frame:
-        before = self.committed
-        changed = self._refresh(stepped=values != self._values)
-        if old is not None and not changed and values == self._values and old.layout is before.layout:
-            old.backends[:] = [g.unit_backend(self._backend) for g in self.groups]
-            old.resume(self.committed)
-            return old
-        self._values = self._versions()
-        self._resting = lambda: None
-        return Frame(
-            self.committed,
-            [g.handling for g in self.groups],
-            backends=[g.unit_backend(self._backend) for g in self.groups],
-            tables=self._tables,
-            followers=self._followers,
-            on_backward=self._backward_begins,
-            on_wake=self._wake,
-        )
-
     def _wake(self, frame: Frame) -> bool:
-        """A graph of a frame at rest is differentiated again: go on with it, if nothing has changed since."""
-        if self.frame is not None or self._resting() is not frame or self._versions() != self._values:
+        """A graph of a frame at rest is differentiated: go on with it."""
+        if self._last is not frame:
             return False
+        changed = self._changed()
+        if changed is None:
+            return False
+        self._follow(None, changed)
+        frame.outdate(changed)
         frame.resume(self.committed)
-        self.frame = frame
+        self.frame, self._last = frame, None
         return True
 
     def _await_optimizer(self) -> None:
@@ -277,62 +281,65 @@ class Tree:
         event, self.post_optimizer_event = self.post_optimizer_event, None
         if event is None:
             return
-        if self._backend.device.type == "cpu":
+        kind = self._backend.device.type
+        if kind == "cpu":
             event.synchronize()
-        else:
-            torch.accelerator.current_stream(self._backend.device).wait_event(event)
+        else:  # the device's own stream: torch.Stream wouldn't know the device's events
+            torch.get_device_module(kind).current_stream().wait_event(event)
 
     def _rest(self, state: HSDPState) -> None:
-        assert self.frame is not None
-        self.committed, self._resting, self.frame = state, weakref.ref(self.frame), None
+        self.committed, self._last, self.frame = state, self.frame, None
 
     def _pass_ends(self, frame: Frame, module: nn.Module) -> None:
         """The outermost call has returned."""
-        if module is self.root:
+        whole = module is self.root
+        if whole:
             for index, group in enumerate(self.groups):
                 if group.to_run:  # only some of its modules ran
                     group.to_run.clear()
                     frame.complete(index)
-        frame.pause()
+        frame.pause(whole=whole)
         if not frame.has_graph:
-            self._rest(frame.rest_forward(stay=True))
-            for index, unit in enumerate(self.committed.units):
-                if isinstance(unit.full, tuple):  # as it stands after a forward with a graph
-                    self._tables.install(index, self.groups[index].presented(unit.full))
-                    self._tables.leave(index)
+            self._rest(frame.rest())
+            self._settle_copies()
+
+    def _settle_copies(self) -> None:
+        """Copies between host and device have landed afterwards (CPU offload)."""
+        for backend in {id(g.backend): g.backend for g in self.groups}.values():
+            backend.settle()
 
     def _versions(self) -> list[list[object]]:
         """What changes when somebody updates or replaces a parameter, for each group."""
         return [g.marks(self._tables.standing(i)) for i, g in enumerate(self.groups)]
 
-    def _outdated(self, frame: Frame, values: list[list[object]]) -> bool:
-        """Whether parameters that a live graph of the frame was made with have changed. Others, which an optimizer in
-        backward has updated, are followed: their full ones are dropped."""
-        for index, (now, then) in enumerate(zip(values, self._values, strict=True)):
-            if now != then:
-                if frame.uses[index].nodes > 0 or not same_memory(now, then):
-                    return True
-                frame.reshard(index)
+    def _changed(self) -> list[int] | None:
+        """Units whose parameters somebody has updated since this was last asked; None if any stand elsewhere in memory,
+        or were replaced."""
+        values, before = self._versions(), self._values
         self._values = values
-        return False
+        if not before or not all(same_memory(a, b) for a, b in zip(values, before, strict=True)):
+            return None
+        return [i for i, (a, b) in enumerate(zip(values, before, strict=True)) if a != b]
 
-    def _refresh(self, *, stepped: bool) -> bool:
-        """Follow what has changed outside: settings, frozen parameters, replaced local tensors. Whether a frame of the
-        old layout can't go on. Full parameters of before an update are forgotten."""
-        s = self.committed
-        facts = [g.facts() for g in self.groups]
-        layout = s.layout if facts == self._facts else self._plan()
-        self._facts = facts
-        if stepped or layout is not s.layout:
-            for u in s.units:
-                on_unit.drop_flight(u, self._backend)
-        units = tuple(
-            g.adopt(p, _without_full(u) if stepped else u)
-            for g, p, u in zip(self.groups, layout.units, s.units, strict=True)
-        )
-        step, micro = (s.step + 1, 0) if stepped and s.micro else (s.step, s.micro)
-        self.committed = HSDPState(units, layout, s.backend, step, micro, (), Token())
-        return layout is not s.layout or any(a.master is not b.master for a, b in zip(units, s.units, strict=True))
+    def _follow(self, facts: list[object] | None, changed: Sequence[int] | None) -> None:
+        """Bring the committed state up to date with what has changed outside.
+
+        Args:
+            facts: plan again, after these; None keeps the layout.
+            changed: units whose full parameters are of before an update; None: all, and take over replaced parameters.
+        """
+        s, layout = self.committed, self.committed.layout
+        for u in s.units if changed is None or facts is not None else ():
+            on_unit.drop_flight(u, self._backend)
+        if facts is not None:
+            layout, self._facts = self._plan(), facts
+        units = [_without_full(u) if changed is None or i in changed else u for i, u in enumerate(s.units)]
+        if changed is None:
+            units = [g.adopt(p, u) for g, p, u in zip(self.groups, layout.units, units, strict=True)]
+            self._values = self._versions()
+        stepped = bool(s.micro) and (changed is None or bool(changed))
+        step, micro = (s.step + 1, 0) if stepped else (s.step, s.micro)
+        self.committed = HSDPState(tuple(units), layout, s.backend, step, micro, (), Token())
 
     def _plan(self) -> Layout:
         specs: list[ParamSpec] = []
@@ -369,14 +376,12 @@ class Tree:
     def _backward_begins(self) -> None:
         frame = self.frame
         assert frame is not None
-        if self._outdated(frame, self._versions()):
+        changed = self._changed()
+        if changed is None:
             frame.in_backward = False
-            raise PhaseError(
-                "parameters have changed since the forward of this graph, by an optimizer's step for instance; its "
-                "gradients would mix old values with new ones. Run backward before the step, or forward again"
-            )
-        if frame.follow([g.settings.reduction for g in self.groups]):
-            self._facts = []  # the layout isn't the plan of these any more
+            raise PhaseError("parameters were replaced since the forward of this graph; run forward again")
+        frame.outdate(changed)
+        frame.follow([g.settings.reduction for g in self.groups])
         Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
@@ -390,16 +395,16 @@ class Tree:
         for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
             group.to_run.clear()
             units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(self._backend), ledger))
-        self._backend.settle()  # gradients that were on their way to the host are there
-        for group, plan, unit in reversed(list(zip(self.groups, state.layout.units, units, strict=True))):
-            group.deliver(unit, plan)
-        units = [UnitState(u.name, u.master, u.full, u.acc_full, u.acc_partial, None, None) for u in units]
-        state = HSDPState(tuple(units), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token())
+        self._settle_copies()  # gradients that were on their way to the host are there
+        done = [UnitState(u.name, u.master, u.full, u.acc_full, u.acc_partial, None, None) for u in units]
+        state = HSDPState(tuple(done), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token())
         frame.resume(state)
         if self._calls or frame.has_graph:
             self.committed = state
         else:
             self._rest(frame.rest())
+        plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
+        deliver([pair for group, plan, unit in plans for pair in group.gradients(unit, plan)])
 
 
 def tree_of(module: Any, *, outermost: bool = False) -> Tree:
@@ -420,7 +425,7 @@ def tree_of(module: Any, *, outermost: bool = False) -> Tree:
             raise RuntimeError(f"module {name!r} ran forward as a root of its own before {type(root).__name__}")
     if len(group_of(root).modules) > 1:
         raise RuntimeError("fully_shard of a list can't be the single root module; shard the module around it too")
-    with outside_functorch():
+    with plainly():
         tree = Tree(root, groups_of(root))
     for m in root.modules():
         if "_hsdp_group" in m.__dict__:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsdp_fn import HSDPState, Sync, UnitState
 from hsdp_fn.layout import UnitLayout
 
 from .dtensor import Standing, absorbed, presented
-
-if TYPE_CHECKING:
-    from .frame import Frame
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +60,9 @@ class Use:
         attached: outputs of its newest autograd node, while they are installed or may be again.
         over: that node's call has ended; the next call makes a node of its own.
         held: gathered by hand, and installed until it is resharded or a backward has ended.
-        nodes: live autograd nodes of the forward whose gradients haven't come.
+        tickets: of the live autograd nodes of its forwards.
+        epoch: how often its parameters have changed; graphs of an earlier one can't be differentiated.
+        ran: it has run in a differentiable forward since it was last reduced or resharded by a backward.
         packed: saved views of its parameters that backward hasn't asked for yet.
         leaves: what checkpointed parts of it recompute with in backward, and differentiate into.
         partial: gradients so far.
@@ -75,11 +75,22 @@ class Use:
     attached: tuple[Tensor, ...] | None = None
     over: bool = False
     held: bool = False
-    nodes: int = 0
+    tickets: list[weakref.ref[Ticket]] = field(default_factory=list)
+    epoch: int = 0
+    ran: bool = False
     packed: int = 0
     leaves: tuple[Tensor, ...] | None = None
     partial: list[Tensor | None] | None = None
     reduced: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether some graph of it is alive that no backward has reached."""
+        return any(t.backward is None for t in self.live())
+
+    def live(self, *, but: Ticket | None = None) -> list[Ticket]:
+        """Tickets of nodes that are alive."""
+        return [t for ref in self.tickets if (t := ref()) is not None and t is not but]
 
     def make_leaves(self, plan: UnitLayout, way: Handling, full: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """New ``leaves`` over the full parameters."""
@@ -113,21 +124,22 @@ class Use:
 
 
 class Ticket:
-    """Counts an autograd node of a unit until its gradients come or its graph is freed."""
+    """One autograd node of a unit, made in a forward. Lives as long as the node.
 
-    __slots__ = ("_frame", "_index")
+    Attributes:
+        number: of the pass it was made in.
+        epoch: of the unit's parameters then.
+        backward: number of the last backward that brought its gradients; None before.
+    """
 
-    def __init__(self, frame: Frame, index: int) -> None:
-        self._frame: weakref.ref[Frame] | None = weakref.ref(frame)
-        self._index = index
-        frame.uses[index].nodes += 1
+    __slots__ = ("__weakref__", "_node", "backward", "epoch", "number")
 
-    def close(self) -> None:
-        """Count it no more. May be called again."""
-        if self._frame is not None:
-            frame, self._frame = self._frame(), None
-            if frame is not None:
-                frame.uses[self._index].nodes -= 1
+    def __init__(self, node: Any, number: int, epoch: int) -> None:
+        self._node = weakref.ref(node)
+        self.number, self.epoch = number, epoch
+        self.backward: int | None = None
 
-    def __del__(self) -> None:
-        self.close()
+    def expected(self, backward: int) -> bool:
+        """Whether the running backward will still bring its gradients."""
+        node = self._node()
+        return self.backward != backward and node is not None and bool(torch._C._will_engine_execute_node(node))

@@ -38,6 +38,8 @@ from typing import Any, NoReturn, TextIO
 START_LIMIT_S = 90.0
 """How long a fresh set may take to import torch and to join its group."""
 GROUP_LIMIT_S = 60.0
+#: Process groups that a worker may have made before it is replaced.
+GROUPS_LIMIT = 60
 """Timeout of the workers' default process group."""
 GRACE_S = 10.0
 """How long the other ranks are awaited once one has failed: they are often blocked on it for good."""
@@ -330,23 +332,20 @@ def _answer(rank: int, world: int, job: bytes, stacks: TextIO) -> bytes:
         faulthandler.dump_traceback_later(limit + 30.0, exit=True, file=stacks)
         _reset_globals()
         value = _resolve(target)(rank, world, *args)
-        return pickle.dumps(Outcome(rank, value, group_lost=dist.group.WORLD is not group))
+        return pickle.dumps(Outcome(rank, value, group_lost=_lost(group)))
     except BaseException as error:
-        return pickle.dumps(Outcome(rank, failure=Failure.of(rank, error), group_lost=dist.group.WORLD is not group))
+        return pickle.dumps(Outcome(rank, failure=Failure.of(rank, error), group_lost=_lost(group)))
     finally:
         faulthandler.cancel_dump_traceback_later()
-        _end_groups()
 
 
-def _end_groups() -> None:
-    """Destroy the process groups that the job has made beside the default one: each has threads of its own, which wake
-    up now and then."""
+def _lost(group: Any) -> bool:
+    """Whether the next job needs other processes: the job has ended the default group, or earlier ones have left many
+    groups behind. Each has threads of its own, which wake up now and then; and torch's caches hold on to meshes, so that
+    a group can't be ended safely."""
     import torch.distributed as dist
 
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+    return dist.group.WORLD is not group or len(dist.distributed_c10d._world.pg_map) > GROUPS_LIMIT
 
 
 def _reset_globals() -> None:

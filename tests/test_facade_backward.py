@@ -400,7 +400,7 @@ def test_a_graph_of_before_an_optimizer_step(rank, world):
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    with pytest.raises(PhaseError, match="parameters have changed since"):
+    with pytest.raises(PhaseError, match="have changed since"):
         old.backward()
     assert set(full_grads(model).values()) == {None}
     for m in (model, fresh):
@@ -641,10 +641,10 @@ class Scaled(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.arange(1.0, 8.0).to(dtype), requires_grad=False)
-        self.seen: torch.dtype | None = None
+        self.seen, self.kind = torch.empty(0), ""
 
     def forward(self, x):
-        self.seen = self.scale.detach().float()
+        self.seen, self.kind = self.scale.detach().float(), str(self.scale.dtype)
         return self.b(self.a(x)) * self.scale.to(x.dtype).sum()
 
 
@@ -670,7 +670,7 @@ def test_frozen_parameters_of_any_dtype(rank, world, dtype):
         for name in ("a", "b"):
             trace.note(f"gradient of {name}", full(getattr(model, name).weight.grad))
         trace.note("frozen", model.seen)
-        trace.note("dtype", str(model.scale.dtype))
+        trace.note("dtype", model.kind)
         return trace
 
     assert_parity(run)
@@ -687,7 +687,7 @@ def test_frozen_integers_beside_a_compute_dtype(rank, world):
             Scaled(torch.int64), mesh=mesh, mp_policy=api.MixedPrecisionPolicy(param_dtype=half[api.name])
         )
         trace = train(model, rank, steps=2)
-        trace.note("dtype", str(model.seen))
+        trace.note("dtype", model.kind)
         return trace
 
     assert ("dtype", "torch.int64") in assert_parity(run).records
