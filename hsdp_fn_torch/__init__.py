@@ -26,7 +26,7 @@ from .facade import (
 )
 from .functional import Params, evaluate, functional_call, value_and_grad
 from .guards import broadcast_module
-from .mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, mesh_spec
+from .mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, mesh_spec
 from .model import param_specs, plan_module, shard_module
 from .module import HSDPModule, UnshardHandle, describe
 from .optim import clip_grad_norm_, global_norm, optimizer_step, shard_parameters
@@ -48,6 +48,7 @@ __all__ = [
     "Comm",
     "DDPMeshInfo",
     "DataParallelMeshDims",
+    "DataParallelMeshInfo",
     "FSDPMeshInfo",
     "FSDPModule",
     "HSDPMeshInfo",

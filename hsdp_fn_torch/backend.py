@@ -215,7 +215,8 @@ class TorchBackend:
     def add(self, a: Tensor, b: Tensor, dtype: str) -> Tensor:
         """See `Backend.add`."""
         wanted = _TORCH_DTYPE[dtype]
-        self._land()
+        if a.device != self.device or b.device != self.device:
+            self._land()
         return torch.add(a.to(wanted), b.to(a.device, wanted))
 
     def clone(self, tensor: Tensor) -> Tensor:

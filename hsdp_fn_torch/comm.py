@@ -234,7 +234,7 @@ class UnitBackend(TorchBackend):
     """
 
     def __init__(self, base: TorchBackend, comm: UnitComm) -> None:
-        vars(self).update(vars(base))  # attributes that a TorchBackend never rebinds
+        vars(self).update(vars(base))  # the very objects; made anew for each frame, as a pool may come to be shared
         self.base, self.comm = base, comm
 
     def for_unit(self, comm: UnitComm | None) -> TorchBackend:

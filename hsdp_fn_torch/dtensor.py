@@ -85,7 +85,7 @@ class Standing:
 
     def dtensor(self, row: Tensor) -> DTensor:
         """This rank's shard of the parameter, or of its gradient, as a DTensor over its memory."""
-        return as_dtensor(row, self.spec(row.dtype))  # from_local would move rows on the host to the mesh's device
+        return over(row, self.spec(row.dtype))  # from_local would move rows on the host to the mesh's device
 
     def present(self, full: Tensor) -> Tensor:
         """What stands in the module in forward, of the gathered local tensor."""
@@ -123,6 +123,20 @@ def local_of(param: Tensor) -> Tensor:
 def as_dtensor(local: Tensor, spec: Any) -> DTensor:
     """A DTensor of a known spec, without autograd."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+_BLANK: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def over(row: Tensor, spec: Any) -> DTensor:
+    """A DTensor over a row that lies anywhere in its storage. (The wrapper takes its offset from the tensor that it is
+    made of; with another than zero, torch takes it for a tensor with memory, which can't be pickled or copied.)"""
+    kind = row.dtype, row.device
+    if kind not in _BLANK:
+        _BLANK[kind] = torch.empty(0, dtype=row.dtype, device=row.device)
+    made = as_dtensor(_BLANK[kind], spec)
+    made._local_tensor = row
+    return made
 
 
 def set_local(param: nn.Parameter, row: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hsdp_fn import (
+    CPUOffloadPolicy,
     DataParallelMeshDims,
     MeshError,
     MixedPrecisionPolicy,
@@ -83,15 +84,15 @@ def fully_shard(
         The very object given.
 
     Raises:
-        ValueError (or a subclass of it): naming what is wrong; AssertionError: the module was sharded before. The
-        module is unchanged then.
+        ValueError (or a subclass of it), TypeError: naming what is wrong; AssertionError: the module was sharded
+        before; NotImplementedError: not supported yet, or a tensor subclass. The module is unchanged then.
     """
     modules = _modules(module, "fully_shard")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims isn't supported yet; pass the data-parallel submesh: mesh[dims]")
-    for name, flag in (("comm_fusion", comm_fusion), ("comm_fusion_zero_copy", comm_fusion_zero_copy)):
-        if flag is not None:
-            require_bool(name, flag)
+    require_bool("comm_fusion", comm_fusion)
+    if comm_fusion_zero_copy is not None:
+        require_bool("comm_fusion_zero_copy", comm_fusion_zero_copy)
     mesh = _mesh(mesh)
     reshard = _reshard(reshard_after_forward, mesh)
     settings = Settings(reshard, _mp_policy(mp_policy), ReductionPolicy(), fused=comm_fusion)
@@ -189,6 +190,8 @@ def _modules(module: object, function: str) -> list[nn.Module]:
             raise ValueError(f"{function} does not support containers that do not implement forward: {m}")
     if not modules:
         raise ValueError(f"{function} got an empty list of modules")
+    if len({id(m) for m in modules}) < len(modules):
+        raise ValueError(f"{function} got a module twice in one list")
     return modules
 
 
@@ -207,9 +210,9 @@ def _take(
         for below in m.modules():
             if below is not m and isinstance(below, HSDPModule):
                 below.__dict__["_hsdp_inner"] = weakref.ref(m)
-            for name, buffer in below._buffers.items():
-                if buffer is not None and not buffer.is_meta and buffer.device.type != group.backend.device.type:
-                    below._buffers[name] = buffer.to(group.backend.device)
+            for buffer in below._buffers.values():
+                if buffer is not None and not buffer.is_meta and buffer.device != group.backend.device:
+                    buffer.data = buffer.to(group.backend.device)
 
 
 def _extended(original: type, base: type[HSDPModule]) -> type:
@@ -245,6 +248,8 @@ def _replicated_by_torch(module: nn.Module) -> bool:
 
 
 def _parameters(name: str, given: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    if isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} must be a set or list of parameters, found a tensor")
     params = list(given or ())
     for p in params:
         if not isinstance(p, nn.Parameter):
@@ -260,12 +265,17 @@ def _mp_policy(policy: object) -> MixedPrecisionPolicy:
         return policy
     if type(policy).__name__ == "MixedPrecisionPolicy":
         p: Any = policy
-        return MixedPrecisionPolicy(p.param_dtype, p.reduce_dtype, p.output_dtype, p.cast_forward_inputs)
+        main = getattr(p, "apply_grad_on_fp32_main_grad", False)  # HyperParallel's has it
+        return MixedPrecisionPolicy(p.param_dtype, p.reduce_dtype, p.output_dtype, p.cast_forward_inputs, main)
     raise PolicyError(f"mp_policy must be a MixedPrecisionPolicy, found {policy!r}")
 
 
 def _offload_policy(policy: object) -> OffloadPolicy:
     if policy is None:
+        return OffloadPolicy()
+    if type(policy).__name__ == "CPUOffloadPolicy" and hasattr(policy, "pin_memory"):  # ours, or torch's
+        return CPUOffloadPolicy(policy.pin_memory)
+    if type(policy).__name__ == "OffloadPolicy":
         return OffloadPolicy()
     if not isinstance(policy, OffloadPolicy):
         raise PolicyError(f"offload_policy must be an OffloadPolicy of hsdp_fn, found {policy!r}")
@@ -288,9 +298,16 @@ def _reshard(value: object, mesh: DeviceMesh) -> bool | None:
     raise NotImplementedError(f"reshard_after_forward={value} of {ranks} shard ranks isn't supported yet; use a bool")
 
 
+class _Backends(dict[OffloadPolicy, TorchBackend]):
+    """What a mesh holds of ours. A pickled or copied mesh begins without."""
+
+    def __reduce__(self) -> tuple[type[_Backends], tuple[()]]:
+        return _Backends, ()
+
+
 def _backend(mesh: DeviceMesh, offload: OffloadPolicy) -> TorchBackend:
     # On the mesh itself: meshes compare equal after their groups were destroyed and made anew.
-    backends: dict[OffloadPolicy, TorchBackend] = mesh.__dict__.setdefault("_hsdp_backends", {})
+    backends: _Backends = mesh.__dict__.setdefault("_hsdp_backends", _Backends())
     if offload not in backends:
         backends[offload] = TorchBackend(mesh, offload_policy=offload)
     return backends[offload]

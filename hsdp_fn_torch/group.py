@@ -96,7 +96,7 @@ class Group:
         self,
         places: Sequence[tuple[str, nn.Module, str]],
         ignored: Iterable[nn.Parameter],
-        replicated: Iterable[nn.Parameter],
+        replicated: Sequence[nn.Parameter],
         placement_fn: ShardPlacementFn | None,
     ) -> None:
         """Plan and shard the parameters that stand in ``places``. Nothing changes before everything has been checked.
@@ -105,6 +105,8 @@ class Group:
             LayoutError, ValueError: naming the parameter; see `plan_layout`.
         """
         left_out, whole = {id(p) for p in ignored}, {id(p) for p in replicated}
+        if both := [name for name, m, local in places if id(m._parameters[local]) in left_out & whole]:
+            raise LayoutError(f"parameters {both} are in ignored_params and in replicate_params; leave them in one")
         originals: list[nn.Parameter] = []
         names: list[list[str]] = []
         slots: list[Slot] = []
@@ -176,12 +178,14 @@ class Group:
         now."""
         if self.layout is None:
             return []
+        earlier = [(s.name, *s.aliases) for s in self.layout.units[0].params]
         prefixes: dict[int, list[str]] = {}  # a module may stand under several names
         for name, m in root.named_modules(remove_duplicate=False):
             prefixes.setdefault(id(m._parameters), []).append(name)
         names: list[list[str]] = [[] for _ in self.params]
         for (table, local), at in {(id(table), local): at for table, local, at in self.slots}.items():
-            names[at] += [f"{prefix}.{local}" if prefix else local for prefix in prefixes[table]]
+            names[at] += [f"{prefix}.{local}" if prefix else local for prefix in prefixes.get(table, ())]
+        names = [found or [f"(removed) {old[0]}"] for found, old in zip(names, earlier, strict=True)]
         return [
             replace(spec, name=first, aliases=tuple(aliases), requires_grad=param.requires_grad, dtype=str(param.dtype))
             for spec, param, (first, *aliases) in zip(self.layout.units[0].params, self.params, names, strict=True)
@@ -321,16 +325,16 @@ class Group:
     def _sharded_parameters(
         self, plan: UnitLayout, unit: UnitState, originals: Sequence[nn.Parameter]
     ) -> Iterator[nn.Parameter]:
-        rows: dict[int, DTensor] = {}
+        rows: dict[int, Tensor] = {}
         for bucket, master in zip(plan.buckets, unit.master, strict=True):
             parts = self.backend.split(bucket.mesh, bucket.params, master)
             for member, row in zip(bucket.params.members, parts, strict=True):
-                rows[member.index] = self.standings[member.index].dtensor(row)
+                rows[member.index] = row
         for at, original in enumerate(originals):
-            row = rows[at]
-            if original.is_meta:
-                row = self.standings[at].dtensor(local_of(row).to("meta"))
-            param = nn.Parameter(row, requires_grad=original.requires_grad)
+            row = rows[at].to("meta") if original.is_meta else rows[at]
+            blank = self.standings[at].dtensor(torch.empty_like(row))
+            param = nn.Parameter(blank, requires_grad=original.requires_grad)  # detaches what it is given
+            set_local(param, row)
             _carry_over(original, param)
             param._hsdp_taken_in = plan.params[at].name  # type: ignore[attr-defined]  # by this call
             yield param

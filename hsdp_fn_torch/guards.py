@@ -41,7 +41,7 @@ def fingerprint(params: Iterable[Tensor]) -> str:
         if param.is_meta:
             return ""
         flat = param.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
+        sample = flat[:: max(1, -(-flat.numel() // _SAMPLES))].contiguous().cpu()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -1,10 +1,10 @@
 """`HSDPModule`: what a module whose parameters are sharded can do.
 
 Calling the module goes through its tree's frame. Everything else here changes settings, which the frame reads when it
-needs them, or asks the tree. No method holds logic of its own.
+needs them, or asks the tree.
 
 Methods that take ``recurse`` apply to the modules below as well, unless it is False; the others to this module alone.
-None of the setters communicates, and all ranks must make the same settings.
+None of the setters communicates (but `set_symm_mem_for_comm`), and all ranks must make the same settings.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
 from hsdp_fn import HSDPState, PolicyError, ReductionPolicy, Sync
@@ -21,6 +22,7 @@ from hsdp_fn import describe as describe_state
 
 from .comm import AllGather, ReduceScatter
 from .compiling import not_traced
+from .dtensor import over
 from .group import Group, group_of, groups_of
 from .state_dict import load_into
 from .tree import Tree, existing_tree, own_parameters, tree_of
@@ -36,7 +38,7 @@ class UnshardHandle:
         """The full parameters stand in the module afterwards. May be called again; forward waits too."""
         tree, self._tree = self._tree, None
         if tree is not None:
-            tree.unshard(self._group, wait=True)
+            tree.finish_unshard(self._group)
 
 
 if TYPE_CHECKING:
@@ -135,7 +137,11 @@ class HSDPModule(_Base):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Sharded DTensors that share the masters' memory, in any phase. Does not communicate."""
         with own_parameters(self):
-            return super().state_dict(*args, **kwargs)
+            found = super().state_dict(*args, **kwargs)
+        for name, value in found.items():
+            if isinstance(value, DTensor):  # detached, with the local tensor's offset
+                found[name] = over(value._local_tensor, value._spec)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load shards or full tensors; see `hsdp_fn_torch.state_dict.load_into`. Does not communicate for these."""
@@ -229,14 +235,14 @@ class HSDPModule(_Base):
         self.set_gradient_divide_factor(factor)
 
     def set_gradient_scaling_factor(self, factor: float | Tensor | None = None) -> None:
-        """Multiply this module's reduced gradients, once, after the division. None: don't."""
+        """Multiply this module's reduced gradients by a positive number, once, after the division. None: don't."""
         number: Any = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
         settings = group_of(self).settings
         r = settings.reduction
         settings.reduction = ReductionPolicy(r.op, r.divide_factor, number, r.unused)
 
     def set_reduce_op_type(self, op: str, recurse: bool = True) -> None:
-        """``"avg"`` or ``"sum"`` over the data-parallel ranks."""
+        """``"avg"`` or ``"sum"`` over the data-parallel ranks. A divide factor goes before either."""
         name = op.strip().lower() if isinstance(op, str) else op
         ReductionPolicy(name)
         for group in groups_of(self, recurse):
@@ -324,10 +330,9 @@ class HSDPModule(_Base):
         for module in modules:
             if not isinstance(module, HSDPModule):
                 raise PolicyError(f"can prefetch HSDPModules only, found {type(module).__name__}: {module!r}")
-        group = group_of(self)
+        group, tree = group_of(self), self.__dict__.get("_hsdp_tree")
         before = getattr(group.settings, which)
         setattr(group.settings, which, [group_of(m) for m in modules] if modules else None)
-        tree: Tree | None = self.__dict__.get("_hsdp_tree")
         if tree is not None:
             try:
                 tree.arrange()

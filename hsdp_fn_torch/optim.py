@@ -104,7 +104,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for gradients on several meshes, or of which some are DTensors and some plain
-    tensors (of ignored parameters, equal on all ranks), where torch's own raises.
+    tensors (of ignored parameters, equal on all ranks), where torch's own raises. Takes ``main_grad`` where
+    ``.grad`` is None.
 
     Communicates: one all-reduce a mesh axis over which gradients are split, for each mesh.
 
@@ -117,7 +118,8 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     by_mesh: dict[object, list[Tensor]] = {}
     for param in params:
-        if (grad := param.grad) is not None:
+        grad = param.grad if param.grad is not None else getattr(param, "main_grad", None)
+        if grad is not None:
             by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
     norms = []
     for grads_ in by_mesh.values():

@@ -52,6 +52,7 @@ class Tree:
 
     def __init__(self, root: nn.Module, groups: Sequence[Group]) -> None:
         self.root = root
+        self._all = list(groups)
         self.groups = [g for g in groups if g.layout is not None]
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.frame: Frame | None = None
@@ -71,6 +72,8 @@ class Tree:
         _require_one_mesh(self.groups)
         self.arrange()
         self._facts: list[object] = [g.facts() for g in self.groups]
+        if not self.groups:
+            return  # nothing to shard: `run` only calls
         layout = self._plan()
         self._agree(layout)
         units = []
@@ -86,7 +89,7 @@ class Tree:
         Raises:
             ValueError: a prefetch list names a module of another tree.
         """
-        for group in self.groups:
+        for group in self._all:
             s, way = group.settings, group.handling
             default = not any(m is self.root for m in group.modules)
             way.reshard_after_forward = default if s.reshard_after_forward is None else s.reshard_after_forward
@@ -138,6 +141,8 @@ class Tree:
         self, group: Group, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         """A call of one of the group's modules, as part of the frame."""
+        if not self.groups:
+            return casting(group.settings.mp_policy, call, args, kwargs)
         with plainly():
             frame = self._running()
         self._calls += 1
@@ -170,6 +175,12 @@ class Tree:
             frame.hold(index)
         else:
             frame.start_unshard(index)
+
+    def finish_unshard(self, group: Group) -> None:
+        """Wait for a gather that was started by hand, if it is still under way."""
+        index = self.indices[id(group)]
+        if self.frame is not None and self.frame.uses[index].state.full is not None:
+            self.frame.hold(index)
 
     def reshard(self, group: Group) -> None:
         """Free a group's full parameters, if they are there."""
@@ -350,7 +361,7 @@ class Tree:
             mine = group.specs(self.root)
             specs += mine
             placements.update(zip((s.name for s in mine), group.placements(), strict=True))
-            name = min((paths[id(m)] for m in group.modules), key=lambda n: (n != ROOT,))
+            name = min((paths.get(id(m), "(removed)") for m in group.modules), key=lambda n: (n != ROOT,))
             settings = group.settings
             owned = tuple(n for s in mine for n in (s.name, *s.aliases))
             units.append(
@@ -365,7 +376,7 @@ class Tree:
             )
         return plan_layout(
             specs,
-            mesh_spec(self.groups[0].mesh),
+            mesh_spec(self._all[0].mesh),
             units,
             offload_policy=self._backend.offload,
             placement_fn=lambda spec: placements[spec.name],

@@ -341,8 +341,8 @@ def _answer(rank: int, world: int, job: bytes, stacks: TextIO) -> bytes:
 
 def _lost(group: Any) -> bool:
     """Whether the next job needs other processes: the job has ended the default group, or earlier ones have left many
-    groups behind. Each has threads of its own, which wake up now and then; and torch's caches hold on to meshes, so that
-    a group can't be ended safely."""
+    groups behind. Each has threads of its own, which wake up now and then; and torch's caches hold on to meshes, so
+    that a group can't be ended safely."""
     import torch.distributed as dist
 
     return dist.group.WORLD is not group or len(dist.distributed_c10d._world.pg_map) > GROUPS_LIMIT
