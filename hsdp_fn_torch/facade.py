@@ -33,7 +33,7 @@ from .comm import UnitComm
 from .compiling import not_traced
 from .group import Group, Settings, ShardPlacementFn, group_of
 from .module import HSDPModule, require_bool
-from .tree import tree_of
+from .roots import tree_of
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -22,24 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsdp_fn import Collective, GradientError, GradPhase, HSDPState, PhaseError, ReductionPolicy, Sync
-from hsdp_fn import unit as on_unit
-from hsdp_fn.state import Token
+from hsdp_fn import GradientError, GradPhase, HSDPState, PhaseError, ReductionPolicy, Sync
 
-from .backend import TorchBackend, torch_backend
+from .backend import TorchBackend
 from .binding import Binding, Tables, edited_text
 from .casting import cast_floating
-from .dtensor import presented
 from .gather import SavedParams, attach, plainly, watch
-from .order import Order
 from .reducer import Reducer
 from .trace import span
-from .use import Handling, Ticket, Use
+from .units import Units
+from .use import Handling, Ticket
 
 _NO_HOOKS = nullcontext()
 
 
-class Frame:
+class Frame(Units):
     """Microbatches' forwards and backwards, until nothing of their graphs is left to differentiate.
 
     Args:
@@ -65,20 +62,13 @@ class Frame:
         on_wake: Callable[[Frame], bool] | None = None,
         forward_only: bool = False,
     ) -> None:
-        self.layout, self.backend, self.handling = state.layout, torch_backend(state), handling
-        self.backends = list(backends) if backends is not None else [self.backend] * len(state.units)
-        self.uses = [Use(u, kept=isinstance(u.full, tuple)) for u in state.units]
-        self.log: list[Collective] = []
+        super().__init__(state, handling, backends, tables, followers, on_wake)
         self.in_backward, self.backwards = False, 0  # how many have ended
         self.anchor = torch.zeros((), requires_grad=True)
-        self._tables, self._binding = tables, tables
-        self._on_backward, self._on_wake, self._forward_only = on_backward, on_wake, forward_only
+        self._on_backward, self._forward_only = on_backward, forward_only
         self._reducer = Reducer(state.layout, self.uses, handling, self.backends, self.log)
-        self.order = Order(state.layout, handling, followers)
         self._guests: list[int] = []  # units that were gathered for a backward in which no node will reshard them
         self._soon = -1  # saved views left when a quarter of the present unit's backward is done
-        self.running = False
-        self._begin(state)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -199,15 +189,6 @@ class Frame:
         if self._binding is not None:
             self._binding.leave(index)
 
-    def reshard(self, index: int) -> None:
-        """Free a unit's full parameters; its modules have their own back."""
-        use, plan = self.uses[index], self.layout.units[index]
-        use.state = on_unit.reshard(on_unit.finish_gather(use.state, plan, self.backends[index]))
-        use.attached = use.leaves = None
-        use.kept = use.held = use.over = False
-        if self._binding is not None:
-            self._binding.uninstall(index)
-
     # -- backward -----------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
@@ -316,14 +297,6 @@ class Frame:
             for due in self._reducer.due(index):
                 self._reduce(due)
 
-    def outdate(self, indices: Iterable[int]) -> None:
-        """Parameters of these units have changed: what was gathered of them is worth nothing, and graphs made with them
-        can't be differentiated any more."""
-        for index in indices:
-            self.uses[index].epoch += 1
-            self.reshard(index)
-        self.order.pending.clear()
-
     def settle(self, *, last: bool = True) -> None:
         """The backward has ended: reduce what no node has, and reshard. Every collective of the microbatch has been
         issued then; the last reductions may still be in flight.
@@ -395,71 +368,7 @@ class Frame:
                 self.reshard(index)
         return self.rest()
 
-    def rest(self, *, micro: int = 0) -> HSDPState:
-        """The state as it stands, ``micro`` microbatches on. The modules have their own parameters back."""
-        for index, use in enumerate(self.uses):
-            use.state = on_unit.finish_gather(use.state, self.layout.units[index], self.backends[index])
-            use.attached = use.leaves = None
-        self._disconnect()
-        return self.snapshot(micro=micro)
-
-    def snapshot(self, *, micro: int = 0) -> HSDPState:
-        """The units as they stand, ``micro`` microbatches on."""
-        s, units = self.start, tuple(use.state for use in self.uses)
-        return HSDPState(units, self.layout, s.backend, s.step, s.micro + micro, s.ledger + tuple(self.log), Token())
-
-    def resume(self, state: HSDPState) -> None:
-        """Go on from a state of the same layout: after `rest`, or when `settle` has ended one backward of several."""
-        for use, unit in zip(self.uses, state.units, strict=True):
-            use.state, use.kept = unit, isinstance(unit.full, tuple)
-        self.log.clear()
-        self._begin(state)
-
-    def abort(self) -> None:
-        """Wait for what is in flight and forget the frame."""
-        self._on_wake = None
-        try:
-            for use, backend in zip(self.uses, self.backends, strict=True):
-                on_unit.drop_flight(use.state, backend)
-        finally:
-            self._disconnect()
-            self.uses[:] = [Use(u, kept=True) for u in self.start.units]
-
     # -- parts --------------------------------------------------------------------------------------------------
-
-    def _begin(self, state: HSDPState) -> None:
-        self.start = state
-        if not self.running:
-            self.running = True
-            self._pool = self.backend.pool
-            self._pool.open()
-            self._binding = self._tables
-            if self._tables is not None:
-                self._tables.remember()
-
-    def _disconnect(self) -> None:
-        if self.running:
-            self.running = False
-            self._pool.close()
-        if self._binding is not None:
-            self._binding.disconnect()
-            self._binding = None
-
-    def _require_running(self) -> None:
-        if not self.running and not (self._on_wake is not None and self._on_wake(self)):
-            raise PhaseError(
-                "the iteration of this graph has ended: its parameters can't be gathered and it can't be "
-                "differentiated any more. Either it was dropped after an error, or parameters have changed since, or "
-                "the call of value_and_grad or evaluate has returned (return what is needed as aux, detached)"
-            )
-
-    def _require_epoch(self, index: int, epoch: int) -> None:
-        if self.uses[index].epoch != epoch:
-            raise PhaseError(
-                f"parameters of unit {self.layout.units[index].title!r} have changed since the forward of this graph, "
-                f"by an optimizer's step for instance; its gradients would mix old values with new ones. Run backward "
-                f"before the step, or forward again"
-            )
 
     def _release(self, index: int) -> None:
         """Reshard what an earlier unit's backward has left gathered."""
@@ -470,18 +379,6 @@ class Frame:
             elif self.handling[other].reshard_after_forward and self.handling[other].reshard_after_backward:
                 self.reshard(other)
 
-    def _gathered(self, index: int) -> tuple[Tensor, ...]:
-        use = self.uses[index]
-        if not isinstance(use.state.full, tuple):
-            self._start_gather(index)
-            use.state = on_unit.finish_gather(use.state, self.layout.units[index], self.backends[index])
-        assert isinstance(use.state.full, tuple)
-        return use.state.full
-
-    def _start_gather(self, index: int) -> None:
-        use = self.uses[index]
-        use.state = on_unit.start_gather(use.state, self.layout.units[index], self.backends[index], self.log)
-
     def _prefetch(self, ahead: Iterable[int]) -> None:
         for index in ahead:
             self._start_gather(index)
@@ -490,16 +387,6 @@ class Frame:
         if self.handling[index].reshard_after_forward and torch.is_grad_enabled():
             return SavedParams(self, index, self._bases(index))
         return _NO_HOOKS
-
-    def presented(self, index: int) -> Sequence[Tensor]:
-        """A unit's full parameters as its modules have them, without autograd."""
-        full, standings = self._gathered(index), self.handling[index].standings
-        return full if standings is None else presented(standings, full)
-
-    def _bases(self, index: int) -> list[Tensor]:
-        """One parameter a bucket: a bucket's full parameters are views of one buffer."""
-        full = self._gathered(index)
-        return [full[b.params.members[0].index] for b in self.layout.units[index].buckets]
 
     def _install_leaves(self, index: int) -> None:
         """What checkpointed parts of a unit recompute with, and differentiate into. Leaves, so that such a nested

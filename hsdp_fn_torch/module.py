@@ -24,8 +24,9 @@ from .comm import AllGather, ReduceScatter
 from .compiling import not_traced
 from .dtensor import over
 from .group import Group, group_of, groups_of
+from .roots import existing_tree, own_parameters, tree_of
 from .state_dict import load_into
-from .tree import Tree, existing_tree, own_parameters, tree_of
+from .tree import Tree
 
 
 class UnshardHandle:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .binding import Tables, edited_text
 from .casting import casting
 from .frame import Frame
 from .gather import plainly
-from .group import Group, deliver, group_of, groups_of, same_memory
+from .group import Group, deliver, same_memory
 from .mesh import mesh_spec
 
 
@@ -416,50 +416,6 @@ class Tree:
             self._rest(frame.rest())
         plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
         deliver([pair for group, plan, unit in plans for pair in group.gradients(unit, plan)])
-
-
-def tree_of(module: Any, *, outermost: bool = False) -> Tree:
-    """The tree that the module belongs to. The first module that asks becomes the root of one; with ``outermost``, the
-    outermost sharded module above it does. Making one communicates one short message a rank.
-
-    Raises:
-        RuntimeError: a module below was the root of a tree of its own; it can't be the root, being one of a list.
-    """
-    tree: Tree | None = module.__dict__.get("_hsdp_tree")
-    if tree is not None:
-        return tree
-    above = module.__dict__.get("_hsdp_inner")
-    root = (above() if outermost and above is not None else None) or module
-    for m in root.modules():
-        if "_hsdp_tree" in m.__dict__:
-            name = next(n for n, other in root.named_modules() if other is m)
-            raise RuntimeError(f"module {name!r} ran forward as a root of its own before {type(root).__name__}")
-    if len(group_of(root).modules) > 1:
-        raise RuntimeError("fully_shard of a list can't be the single root module; shard the module around it too")
-    with plainly():
-        tree = Tree(root, groups_of(root))
-    for m in root.modules():
-        if "_hsdp_group" in m.__dict__:
-            m.__dict__["_hsdp_tree"] = tree
-    return tree
-
-
-def existing_tree(module: Any) -> Tree:
-    """The tree that the module belongs to.
-
-    Raises:
-        RuntimeError: there is none yet.
-    """
-    tree: Tree | None = module.__dict__.get("_hsdp_tree")
-    if tree is None:
-        raise RuntimeError("the state exists from the root's first forward on")
-    return tree
-
-
-def own_parameters(module: Any) -> AbstractContextManager[None]:
-    """`Tree.own_parameters` of the module's tree, if it has one."""
-    tree: Tree | None = module.__dict__.get("_hsdp_tree")
-    return tree.own_parameters() if tree is not None else nullcontext()
 
 
 def _without_full(u: UnitState) -> UnitState:
