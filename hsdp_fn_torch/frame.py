@@ -183,11 +183,10 @@ class Frame(Units):
 
     def hold(self, index: int) -> None:
         """Gather a unit by hand and leave it installed, attached to autograd."""
+        self._require_running()
+        self._gathered(index)
         self.uses[index].held = True
-        with torch.enable_grad():
-            self.enter(index, prefetch=False)
-        if self._binding is not None:
-            self._binding.leave(index)
+        self._leave_in_place(index)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -343,16 +342,13 @@ class Frame(Units):
             whole: the pass was the root's.
         """
         self.order.end_pass(whole=whole)
+        self.backend.pool.trim()
         for index, (use, way) in enumerate(zip(self.uses, self.handling, strict=True)):
             use.over = True
             if self._binding is None:
                 continue
             if isinstance(use.state.full, tuple) and (use.held or not way.reshard_after_forward):
-                if use.attached is None and self.layout.units[index].trainable:
-                    with torch.enable_grad():
-                        use.attached = attach(self, index, use.state.full)
-                self._binding.install(index, use.attached or self.presented(index))
-                self._binding.leave(index)
+                self._leave_in_place(index)
             else:
                 self._binding.uninstall(index)
 
@@ -369,6 +365,17 @@ class Frame(Units):
         return self.rest()
 
     # -- parts --------------------------------------------------------------------------------------------------
+
+    def _leave_in_place(self, index: int) -> None:
+        """Full parameters stand in the modules while nobody runs, attached to autograd: somebody may compute with them."""
+        use = self.uses[index]
+        if use.attached is None and self.layout.units[index].trainable:
+            with torch.enable_grad():
+                use.attached = attach(self, index, self._gathered(index))
+            use.live()[-1].backward = -1  # nothing waits for it
+        if self._binding is not None:
+            self._binding.install(index, use.attached or self.presented(index))
+            self._binding.leave(index)
 
     def _release(self, index: int) -> None:
         """Reshard what an earlier unit's backward has left gathered."""

@@ -290,7 +290,8 @@ class Group:
         """
         if self.layout is not None:
             for param, spec in zip(self.params, self.layout.units[0].params, strict=True):
-                _require_plain(local_of(param), spec.name)
+                if _extended(local_of(param)):
+                    _require_plain(local_of(param), spec.name)
 
     def _require_ties(self, plan: UnitLayout) -> None:
         for table, local, at in self.slots:
@@ -421,6 +422,10 @@ def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | 
             f"{name!r}"
         )
     return Shard(wanted.dim)
+
+
+def _extended(inner: Tensor) -> bool:
+    return hasattr(inner, "fsdp_pre_all_gather") or hasattr(inner, "fsdp_post_all_gather")
 
 
 def _require_plain(inner: Tensor, name: str) -> None:

@@ -240,9 +240,12 @@ class Tree:
         self._require_unedited()
         self._tables.disconnect()
         changed = self._changed()
+        idle = frame is None or not frame.has_graph
         if frame is None:
             frame = self._last
             self._await_optimizer()
+        elif idle:
+            self.committed = frame.snapshot()
         facts: list[object] = [g.facts() for g in self.groups]
         replaced = changed is None or (facts != self._facts and (frame is None or not frame.order.pending or changed))
         if replaced:
@@ -261,7 +264,7 @@ class Tree:
             )
         else:
             frame.outdate(changed or ())
-            if not frame.running:
+            if idle:
                 frame.resume(self.committed)
         frame.backends[:] = [g.unit_backend(self._backend) for g in self.groups]
         self.frame, self._last = frame, None
@@ -311,7 +314,8 @@ class Tree:
                     frame.complete(index)
         frame.pause(whole=whole)
         if not frame.has_graph:
-            self._rest(frame.rest())
+            if not self._tables.in_place:
+                self._rest(frame.rest())
             self._settle_copies()
 
     def _settle_copies(self) -> None:

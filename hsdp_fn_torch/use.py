@@ -129,7 +129,7 @@ class Ticket:
     Attributes:
         number: of the pass it was made in.
         epoch: of the unit's parameters then.
-        backward: number of the last backward that brought its gradients; None before.
+        backward: number of the last backward that brought its gradients; None before, -1 if none need be waited for.
     """
 
     __slots__ = ("__weakref__", "_node", "backward", "epoch", "number")

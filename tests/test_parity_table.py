@@ -12,6 +12,7 @@ def test_every_row_of_the_parity_table_names_tests_that_exist():
 def test_the_checker_sees_missing_rows_and_tests():
     here = "tests/test_parity_table.py::test_the_checker_sees_missing_rows_and_tests"
     text = (
+        "| number | behaviour | tests | result |\n|---|---|---|---|\n"
         f"| 1 | a | {here} | same |\n| 2 | b | tests/test_parity_table.py::test_nothing | same |\n| 3 | c | | same |\n"
     )
     found = parity_table.problems(text)
