@@ -86,10 +86,12 @@ class Tables:
         """A unit's full parameters stay where they are while nobody runs."""
         self._left[index] = [table[name]._version for table, name, _ in self._slots[index]]
 
-    def edited(self, index: int) -> bool:
-        """Whether full parameters that were left have been edited since: the edit would be lost with them."""
-        left = self._left.get(index)
-        return left is not None and left != [table[name]._version for table, name, _ in self._slots[index]]
+    def edited(self) -> int | None:
+        """A unit whose full parameters were left and have been edited since: the edit would be lost with them."""
+        for index, left in self._left.items():
+            if left != [table[name]._version for table, name, _ in self._slots[index]]:
+                return index
+        return None
 
     @property
     def in_place(self) -> bool:

@@ -122,9 +122,11 @@ def local_of(param: Tensor) -> Tensor:
 
 def as_dtensor(local: Tensor, spec: Any) -> DTensor:
     """A DTensor of a known spec, without autograd."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    made: DTensor = _NEW(DTensor, local, spec, requires_grad=False)
+    return made
 
 
+_NEW: Any = DTensor.__new__  # DTensor's own __init__ does nothing, and costs more than all of this
 _BLANK: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 

@@ -218,9 +218,9 @@ class Frame(Units):
         if self._on_backward is not None:
             self._on_backward()
         self._reducer.begin(self.layout)
+        if self._binding is not None and (edited := self._binding.edited()) is not None:
+            raise RuntimeError(edited_text(self.layout.units[edited].title))
         for index, use in enumerate(self.uses):
-            if self._binding is not None and self._binding.edited(index):
-                raise RuntimeError(edited_text(self.layout.units[index].title))
             if use.attached is not None and use.leaves is None and not use.depth:
                 self._install_leaves(index)
 
@@ -367,7 +367,7 @@ class Frame(Units):
     # -- parts --------------------------------------------------------------------------------------------------
 
     def _leave_in_place(self, index: int) -> None:
-        """Full parameters stand in the modules while nobody runs, attached to autograd: somebody may compute with them."""
+        """Full parameters stand in the modules while nobody runs, attached to autograd for whoever uses them."""
         use = self.uses[index]
         if use.attached is None and self.layout.units[index].trainable:
             with torch.enable_grad():

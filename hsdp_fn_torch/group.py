@@ -198,21 +198,19 @@ class Group:
 
     def facts(self) -> object:
         """What the plan depends on and users can change."""
-        return self.settings.mp_policy, [(p.requires_grad, p.dtype) for p in self.params]
+        return self.settings.mp_policy, [p.requires_grad for p in self.params]  # another dtype is other memory, too
 
     def marks(self, entries: Sequence[nn.Parameter]) -> list[object]:
-        """For each parameter its identity, its memory and its versions: an operator on the DTensor counts there, not
-        below.
+        """Of the parameters: identities, places in memory, and versions. An operator on a DTensor counts there, not in
+        its local tensor; versions only grow.
 
         Args:
             entries: what stands in each of the group's slots.
         """
-        out: list[object] = []
-        for at in self.firsts:
-            param = entries[at]
-            local = local_of(param)
-            out += (id(param), param._version, local._version, local.data_ptr())
-        return out
+        params = [entries[at] for at in self.firsts]
+        locals_ = [local_of(p) for p in params]
+        versions = [p._version + t._version for p, t in zip(params, locals_, strict=True)]
+        return [[id(p) for p in params], [t.data_ptr() for t in locals_], versions]
 
     def adopt(self, plan: UnitLayout, unit: UnitState) -> UnitState:
         """Take over parameters that somebody has replaced (``load_state_dict(assign=True)``) or whose local tensors
@@ -379,7 +377,7 @@ def groups_of(module: Any, recurse: bool = True) -> list[Group]:
 
 def same_memory(a: Sequence[object], b: Sequence[object]) -> bool:
     """Whether two `Group.marks` differ in versions at most."""
-    return a[0::4] == b[0::4] and a[3::4] == b[3::4]
+    return a[:2] == b[:2]
 
 
 def _pointers(rows: Sequence[Tensor]) -> tuple[int, ...]:
@@ -430,11 +428,7 @@ def _extended(inner: Tensor) -> bool:
 
 def _require_plain(inner: Tensor, name: str) -> None:
     """Sharding copies values into flat memory, where another class of tensor would become a plain one."""
-    if (
-        type(inner.data) is not Tensor
-        or hasattr(inner, "fsdp_pre_all_gather")
-        or hasattr(inner, "fsdp_post_all_gather")
-    ):
+    if type(inner.data) is not Tensor or _extended(inner):
         raise NotImplementedError(
             f"parameter {name!r} is a {type(inner.data).__name__}; tensor subclasses and all-gather extensions "
             f"(fsdp_pre_all_gather) aren't supported. Leave it out with ignored_params, or convert it first"

@@ -271,11 +271,11 @@ class Tree:
         return frame
 
     def _require_unedited(self) -> None:
-        edited = [i for i in range(len(self.groups)) if self._tables.edited(i)]
-        if edited:
+        edited = self._tables.edited()
+        if edited is not None:
             self.drop()
             self._tables.disconnect()
-            raise RuntimeError(edited_text(self.committed.layout.units[edited[0]].title))
+            raise RuntimeError(edited_text(self.committed.layout.units[edited].title))
 
     def _wake(self, frame: Frame) -> bool:
         """A graph of a frame at rest is differentiated: go on with it."""
