@@ -43,6 +43,7 @@ class Order:
         self.reached: set[int] = set()
         self._last = -1  # the unit that began last
         self._finished: dict[int, list[int]] = {0: []}  # by pass, units in the order in which they finished
+        self._runs: dict[int, tuple[list[int], dict[int, int]]] = {}  # by pass, for the present backward
 
     def begin(self, index: int) -> Iterable[int]:
         """A unit begins its forward. Units to start gathering."""
@@ -83,21 +84,31 @@ class Order:
         if explicit is not None:
             return explicit
         ways = self._handling
-        wanted = (
-            i
-            for i in reversed(self._finished.get(number, ()))
-            if i == index or (ways[i].reshard_after_forward and ways[i].unshard_in_backward)
-        )
-        again = list(dict.fromkeys(wanted))
-        first = again.index(index) + 1 if index in again else 0
-        return [i for i in again[first : first + self._layout.prefetch.backward] if not uses[i].reduced]
+        ahead: list[int] = []
+        run, place = self._backwards_of(number)
+        at = place.get(index, -1) + 1
+        while at < len(run) and len(ahead) < self._layout.prefetch.backward:
+            way = ways[run[at]]
+            if way.reshard_after_forward and way.unshard_in_backward:
+                ahead.append(run[at])
+            at += 1
+        return [i for i in ahead if not uses[i].reduced]
 
     def end_backward(self) -> bool:
         """A backward has ended. Whether it went through the root."""
         whole = bool(self.reached & self.whole)
         self.whole -= self.reached
         self.reached.clear()
+        self._runs.clear()
         return whole
+
+    def _backwards_of(self, number: int) -> tuple[list[int], dict[int, int]]:
+        """Units of a pass in the order in which backward needs them, and each one's position."""
+        found = self._runs.get(number)
+        if found is None:
+            run = list(dict.fromkeys(reversed(self._finished.get(number, ()))))
+            found = self._runs[number] = run, {index: at for at, index in enumerate(run)}
+        return found
 
     def _next(self, index: int) -> list[int]:
         out: list[int] = []
