@@ -135,8 +135,6 @@ class Frame(Units):
         if torch.is_grad_enabled() and self.layout.units[index].trainable:
             if use.attached is None or (use.over and not use.depth):
                 use.attached, use.over, use.ran = attach(self, index, full), False, True
-                if not self.in_backward:
-                    self.order.pending.add(self.order.now)
             full = use.attached
         if self._binding is not None:
             self._binding.install(index, full)

@@ -30,7 +30,6 @@ class Order:
         now: number of the present pass.
         begun: units that have begun in it.
         whole: numbers of passes through the root.
-        pending: passes that were differentiable and that no backward has reached.
         reached: passes that the present backward has reached; ``at`` is the latest.
     """
 
@@ -39,7 +38,6 @@ class Order:
         self.now = self.at = 0
         self.begun: set[int] = set()
         self.whole: set[int] = set()
-        self.pending: set[int] = set()
         self.reached: set[int] = set()
         self._last = -1  # the unit that began last
         self._finished: dict[int, list[int]] = {0: []}  # by pass, units in the order in which they finished
@@ -76,7 +74,6 @@ class Order:
         """Backward has come to a pass."""
         self.at = number
         self.reached.add(number)
-        self.pending.discard(number)
 
     def before(self, index: int, number: int, uses: Sequence[Use]) -> Iterable[int]:
         """A unit begins its backward of a pass. Units to start gathering."""

@@ -247,7 +247,7 @@ class Tree:
         elif idle:
             self.committed = frame.snapshot()
         facts: list[object] = [g.facts() for g in self.groups]
-        replaced = changed is None or (facts != self._facts and (frame is None or not frame.order.pending or changed))
+        replaced = changed is None or facts != self._facts
         if replaced:
             self.drop()
             frame = None

@@ -65,7 +65,6 @@ class Units:
         for index in indices:
             self.uses[index].epoch += 1
             self.reshard(index)
-        self.order.pending.clear()
 
     def rest(self, *, micro: int = 0) -> HSDPState:
         """The state as it stands, ``micro`` microbatches on. The modules have their own parameters back."""
@@ -119,8 +118,8 @@ class Units:
         if not self.running and not (self._on_wake is not None and self._on_wake(self)):
             raise PhaseError(
                 "the iteration of this graph has ended: its parameters can't be gathered and it can't be "
-                "differentiated any more. Either it was dropped after an error, or parameters have changed since, or "
-                "the call of value_and_grad or evaluate has returned (return what is needed as aux, detached)"
+                "differentiated any more. Either it was dropped after an error, or parameters were replaced, frozen or "
+                "unfrozen since, or the call of value_and_grad or evaluate has returned (return what is needed as aux, detached)"
             )
 
     def _require_epoch(self, index: int, epoch: int) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from hsdp_fn import PhaseError
 from hsdp_fn_torch import CPUOffloadPolicy, fully_shard
 from hsdp_fn_torch.facade import _offload_policy
 from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks
@@ -266,3 +267,18 @@ def test_shared_frozen_units_stay_gathered_over_backwards(rank, world):
         gathers.append(sum(c.op == "all_gather" for c in model.hsdp_state.ledger))
     assert gathers[1:] == [gathers[1], gathers[1]]
     assert gathers[1] < gathers[0]
+
+
+@on_ranks(2)
+def test_what_is_unfrozen_after_an_evaluation_with_grad_is_trained(rank, world):
+    """Nobody differentiates the evaluation; a graph of before the change can't be differentiated any more."""
+    model, single = crossed(world)
+    for m in (model, single):
+        m.a.requires_grad_(False)
+    old = square(model, data(rank, 1, width=8))
+    for m in (model, single):
+        m.a.requires_grad_(True)
+    square(model, data(rank, 0, width=8)).backward()
+    assert_mean_grads(model, single, world, square)
+    with pytest.raises(PhaseError, match="has ended"):
+        old.backward()
