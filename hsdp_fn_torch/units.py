@@ -119,7 +119,8 @@ class Units:
             raise PhaseError(
                 "the iteration of this graph has ended: its parameters can't be gathered and it can't be "
                 "differentiated any more. Either it was dropped after an error, or parameters were replaced, frozen or "
-                "unfrozen since, or the call of value_and_grad or evaluate has returned (return what is needed as aux, detached)"
+                "unfrozen since, or the call of value_and_grad or evaluate has returned (return what is needed as aux, "
+                "detached)"
             )
 
     def _require_epoch(self, index: int, epoch: int) -> None:
