@@ -27,7 +27,7 @@ def test_the_programs_train_on_two_processes(tmp_path: Path, block: int, says: s
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"^loss ([\d.]+)$", done.stdout, re.M)]
+    losses = [float(x) for x in re.findall(r"loss (\d\.\d{4})", done.stdout)]  # lines of the two may run together
     assert len(losses) == 2, done.stdout
     assert all(loss < 0.5 for loss in losses), losses  # the data's variance is 1
     assert says in done.stdout
