@@ -233,15 +233,18 @@ class TorchBackend:
         grads: Sequence[Tensor | None],
         dtype: str,
         factor: float,
-        into: Tensor | None = None,
     ) -> Tensor:
-        """See `Backend.pack`. ``into``: memory for the result, of the right size and dtype."""
+        """See `Backend.pack`."""
         wanted = _TORCH_DTYPE[dtype]
-        packed = self.pool.take(flat.numel * flat.shard_size, wanted) if into is None else into
+        packed = self.send_buffer(mesh, flat, wanted)
         if factor != 1.0 and any(g is not None and g.dtype.itemsize > wanted.itemsize for g in grads):
             grads, factor = [None if g is None else g * factor for g in grads], 1.0  # before a cast that may overflow
         flats.pack(self._plan(mesh, flat), grads, packed)
         return packed.mul_(factor) if factor != 1.0 else packed
+
+    def send_buffer(self, mesh: MeshSpec, flat: Flat, dtype: torch.dtype) -> Tensor:
+        """Memory for packed gradients, 1-D, which a reduce-scatter sends."""
+        return self.pool.take(flat.numel * flat.shard_size, dtype)
 
     def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
         """See `Backend.unpack`."""

@@ -270,23 +270,15 @@ class UnitBackend(TorchBackend):
         self._run_hook(hook, shard)
         return super().store(shard, dtype, 1.0, donate=True)
 
-    def pack(
-        self,
-        mesh: MeshSpec,
-        flat: Flat,
-        grads: Sequence[Tensor | None],
-        dtype: str,
-        factor: float,
-        into: Tensor | None = None,
-    ) -> Tensor:
-        """See `Backend.pack`. Into memory of the reduce-scatter that follows."""
-        if into is None and flat.numel and mesh.shard_size > 1:
-            numel, wanted = flat.numel * flat.shard_size, _TORCH_DTYPE[dtype]
+    def send_buffer(self, mesh: MeshSpec, flat: Flat, dtype: torch.dtype) -> Tensor:
+        """See `TorchBackend.send_buffer`. From where the reduce-scatter wants it."""
+        numel = flat.numel * flat.shard_size
+        if numel and mesh.shard_size > 1:
             if self.comm.reduce_scatter is not None:
-                into = self._buffer(self.comm.reduce_scatter, numel, wanted)
-            elif self.comm.allocate_from_group:
-                into = self._from_group(self._reduce_group(mesh), numel, wanted)
-        return super().pack(mesh, flat, grads, dtype, factor, into)
+                return self._buffer(self.comm.reduce_scatter, numel, dtype)
+            if self.comm.allocate_from_group:
+                return self._from_group(self._reduce_group(mesh), numel, dtype)
+        return super().send_buffer(mesh, flat, dtype)
 
     def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
         """See `Backend.unpack`. Copies where the all-gather's object keeps the memory, and without ``zero_copy``."""

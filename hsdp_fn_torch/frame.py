@@ -193,14 +193,16 @@ class Frame(Units):
         self.begin_backward()
         torch.autograd.backward(loss)
 
-    def follow(self, reductions: Sequence[ReductionPolicy]) -> bool:
-        """Reduce like this from now on; one policy a unit. Whether that is a change."""
+    def follow(self, reductions: Sequence[ReductionPolicy]) -> None:
+        """Reduce like this from now on, one policy a unit, and let the layout say how units are handled."""
+        ways = [(r, way.reshard_after_forward) for r, way in zip(reductions, self.handling, strict=True)]
         units = self.layout.units
-        changed = any(u.reduction != r for u, r in zip(units, reductions, strict=True))
-        if changed:
-            units = tuple(replace(u, reduction=r) for u, r in zip(units, reductions, strict=True))
+        if any((u.reduction, u.reshard_after_forward) != way for u, way in zip(units, ways, strict=True)):
+            units = tuple(
+                replace(u, reduction=r, reshard_after_forward=reshard)
+                for u, (r, reshard) in zip(units, ways, strict=True)
+            )
             self.layout = replace(self.layout, units=units)
-        return changed
 
     @property
     def has_graph(self) -> bool:
@@ -369,8 +371,7 @@ class Frame(Units):
         use = self.uses[index]
         if use.attached is None and self.layout.units[index].trainable:
             with torch.enable_grad():
-                use.attached = attach(self, index, self._gathered(index))
-            use.live()[-1].backward = -1  # nothing waits for it
+                use.attached = attach(self, index, self._gathered(index), ahead=True)
         if self._binding is not None:
             self._binding.install(index, use.attached or self.presented(index))
             self._binding.leave(index)

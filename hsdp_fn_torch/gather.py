@@ -39,13 +39,15 @@ class _Attach(torch.autograd.Function):
     """Identity of a unit's full parameters. The anchor only makes autograd build a node."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, frame: Frame, index: int, full: Sequence[Tensor], ahead: bool
+    ) -> tuple[Tensor, ...]:
         # Weak: the frame holds the outputs of this node. What watches a live graph keeps the frame.
         ctx.frame, ctx.index = weakref.ref(frame), index
         ctx.ticket = None  # a recomputed use isn't waited for
         if not frame.in_backward:
             use = frame.uses[index]
-            ctx.ticket = Ticket(ctx, frame.order.now, use.epoch)
+            ctx.ticket = Ticket(ctx, frame.order.now, use.epoch, ahead)
             use.tickets.append(weakref.ref(ctx.ticket))
         ctx.set_materialize_grads(False)
         out = tuple([t.detach() for t in full])
@@ -58,7 +60,7 @@ class _Attach(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None, None]:
         frame = ctx.frame()
         if frame is None:
             raise PhaseError(
@@ -66,19 +68,20 @@ class _Attach(torch.autograd.Function):
             )
         with plainly():
             frame.receive(ctx.index, grads, ctx.ticket)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
-def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Full parameters as outputs of the unit's autograd node; frozen ones don't require gradients."""
+def attach(frame: Frame, index: int, full: Sequence[Tensor], *, ahead: bool = False) -> tuple[Tensor, ...]:
+    """Full parameters as outputs of the unit's autograd node; frozen ones don't require gradients. ``ahead``: outside
+    of its forward, for whoever may use them, so that nothing waits for their gradients."""
     apply: Callable[..., Any] = _Attach.apply
     if torch._C._are_functorch_transforms_active():
         # A node of ordinary autograd, which transforms (torch.func.jvp) pass over: parameters are constants to them.
         apply = super(torch.autograd.Function, _Attach).apply
         with functorch_functions.enable_single_level_autograd_function():  # type: ignore[attr-defined]
-            out: tuple[Tensor, ...] = apply(frame.anchor, frame, index, full)  # type: ignore[no-untyped-call]
+            out: tuple[Tensor, ...] = apply(frame.anchor, frame, index, full, ahead)  # type: ignore[no-untyped-call]
     else:
-        out = apply(frame.anchor, frame, index, full)
+        out = apply(frame.anchor, frame, index, full, ahead)
     return out
 
 

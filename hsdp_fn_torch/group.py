@@ -212,15 +212,18 @@ class Group:
         versions = [p._version + t._version for p, t in zip(params, locals_, strict=True)]
         return [[id(p) for p in params], [t.data_ptr() for t in locals_], versions]
 
+    def find(self) -> None:
+        """Look up the parameters that stand in the modules now."""
+        self.params = tuple([self.slots[at][0][self.slots[at][1]] for at in self.firsts])
+
     def adopt(self, plan: UnitLayout, unit: UnitState) -> UnitState:
-        """Take over parameters that somebody has replaced (``load_state_dict(assign=True)``) or whose local tensors
+        """Take over parameters that `find` has found replaced (``load_state_dict(assign=True)``) or whose local tensors
         aren't views of the masters any more (`to_empty`, ``.to(dtype)``): they are copied into masters, which the
         parameters view again afterwards.
 
         Raises:
             RuntimeError: parameters are still on the meta device, or aren't DTensors; names them.
         """
-        self.params = tuple([self.slots[at][0][self.slots[at][1]] for at in self.firsts])
         if len(self.slots) > len(self.firsts):
             self._require_ties(plan)
         locals_ = [local_of(p) for p in self.params]
@@ -288,7 +291,7 @@ class Group:
         """
         if self.layout is not None:
             for param, spec in zip(self.params, self.layout.units[0].params, strict=True):
-                if _extended(local_of(param)):
+                if _has_extension(local_of(param)):
                     _require_plain(local_of(param), spec.name)
 
     def _require_ties(self, plan: UnitLayout) -> None:
@@ -422,13 +425,13 @@ def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | 
     return Shard(wanted.dim)
 
 
-def _extended(inner: Tensor) -> bool:
+def _has_extension(inner: Tensor) -> bool:
     return hasattr(inner, "fsdp_pre_all_gather") or hasattr(inner, "fsdp_post_all_gather")
 
 
 def _require_plain(inner: Tensor, name: str) -> None:
     """Sharding copies values into flat memory, where another class of tensor would become a plain one."""
-    if type(inner.data) is not Tensor or _extended(inner):
+    if type(inner.data) is not Tensor or _has_extension(inner):
         raise NotImplementedError(
             f"parameter {name!r} is a {type(inner.data).__name__}; tensor subclasses and all-gather extensions "
             f"(fsdp_pre_all_gather) aren't supported. Leave it out with ignored_params, or convert it first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hsdp_fn import Layout, RankMismatchError
+
+from .backend import TorchBackend
 
 _SAMPLES = 1024
 
@@ -44,6 +49,29 @@ def fingerprint(params: Iterable[Tensor]) -> str:
         sample = flat[:: max(1, -(-flat.numel() // _SAMPLES))].contiguous().cpu()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def agree(backend: TorchBackend, layout: Layout, initial: Sequence[str]) -> None:
+    """Do all ranks have the same layout, and had they the same weights when these were sharded? Warns if not the
+    latter. Communicates one short message a rank.
+
+    Args:
+        initial: `fingerprint` of each unit; "" where its weights have changed since, by loading a checkpoint say.
+
+    Raises:
+        RankMismatchError: the layouts differ.
+    """
+    messages = backend.exchange(layout.mesh, f"{layout.digest} {','.join(initial)}")
+    answers = [message.partition(" ") for message in messages]
+    if len(digests := {digest for digest, _, _ in answers}) > 1:
+        raise RankMismatchError(f"ranks have sharded different models or policies: layouts {sorted(digests)}")
+    weights = [set(values) - {""} for values in zip(*[prints.split(",") for _, _, prints in answers], strict=True)]
+    if names := [unit.title for unit, found in zip(layout.units, weights, strict=True) if len(found) > 1]:
+        warnings.warn(
+            f"ranks had different weights when units {names} were sharded, and train a mixture of them now. Seed all "
+            f"ranks alike, load a checkpoint, or call broadcast_module before fully_shard",
+            stacklevel=6,
+        )
 
 
 def broadcast_module(module: nn.Module, mesh: DeviceMesh | None = None, *, src: int = 0) -> None:

@@ -22,7 +22,6 @@ from hsdp_fn import (
     MeshError,
     ParamSpec,
     PhaseError,
-    RankMismatchError,
     UnitSpec,
     UnitState,
     plan_layout,
@@ -36,6 +35,7 @@ from .casting import casting
 from .frame import Frame
 from .gather import plainly
 from .group import Group, deliver, same_memory
+from .guards import agree
 from .mesh import mesh_spec
 
 
@@ -56,11 +56,9 @@ class Tree:
         self.groups = [g for g in groups if g.layout is not None]
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.frame: Frame | None = None
-        self.last_backward = groups[0].settings.last_backward
-        self.post_optimizer_event, groups[0].settings.post_optimizer_event = (
-            groups[0].settings.post_optimizer_event,
-            None,
-        )
+        settings = groups[0].settings
+        self.last_backward = settings.last_backward
+        self.post_optimizer_event, settings.post_optimizer_event = settings.post_optimizer_event, None
         for group in groups:
             group.require_plain()
         self._last: Frame | None = None  # the frame that rests; graphs of it may wake it
@@ -75,7 +73,10 @@ class Tree:
         if not self.groups:
             return  # nothing to shard: `run` only calls
         layout = self._plan()
-        self._agree(layout)
+        initial = [
+            g.initial if g.marks(self._tables.standing(i)) == g.first_marks else "" for i, g in enumerate(self.groups)
+        ]
+        agree(self._backend, layout, initial)
         units = []
         for group, plan in zip(self.groups, layout.units, strict=True):
             assert group.unit is not None
@@ -108,25 +109,6 @@ class Tree:
     def state(self) -> HSDPState:
         """The committed state, or, while an iteration is under way, the units as they stand."""
         return self.committed if self.frame is None else self.frame.snapshot()
-
-    def _agree(self, layout: Layout) -> None:
-        """Do all ranks have the same layout, and had they the same weights when these were sharded? (Those that have
-        changed since, by loading a checkpoint say, aren't compared.)"""
-        initial = [
-            g.initial if g.marks(self._tables.standing(i)) == g.first_marks else "" for i, g in enumerate(self.groups)
-        ]
-        answers = [
-            a.partition(" ") for a in self._backend.exchange(layout.mesh, f"{layout.digest} {','.join(initial)}")
-        ]
-        if len(digests := {digest for digest, _, _ in answers}) > 1:
-            raise RankMismatchError(f"ranks have sharded different models or policies: layouts {sorted(digests)}")
-        weights = [set(values) - {""} for values in zip(*[a[2].split(",") for a in answers], strict=True)]
-        if names := [u.title for u, found in zip(layout.units, weights, strict=True) if len(found) > 1]:
-            warnings.warn(
-                f"ranks had different weights when units {names} were sharded, and train a mixture of them now. Seed "
-                f"all ranks alike, load a checkpoint, or call broadcast_module before fully_shard",
-                stacklevel=6,
-            )
 
     @property
     def running(self) -> bool:
@@ -166,21 +148,24 @@ class Tree:
         finally:
             self._calls -= 1
             if self._calls == 0 and self.frame is frame and not frame.in_backward:
-                self._pass_ends(frame, module)
+                with plainly():
+                    self._pass_ends(frame, module)
 
     def unshard(self, group: Group, *, wait: bool) -> None:
         """Gather a group by hand. Communicates: its all-gathers, unless it is there."""
-        frame, index = self._running(), self.indices[id(group)]
-        if wait:
-            frame.hold(index)
-        else:
-            frame.start_unshard(index)
+        with plainly():
+            frame, index = self._running(), self.indices[id(group)]
+            if wait:
+                frame.hold(index)
+            else:
+                frame.start_unshard(index)
 
     def finish_unshard(self, group: Group) -> None:
         """Wait for a gather that was started by hand, if it is still under way."""
         index = self.indices[id(group)]
         if self.frame is not None and self.frame.uses[index].state.full is not None:
-            self.frame.hold(index)
+            with plainly():
+                self.frame.hold(index)
 
     def reshard(self, group: Group) -> None:
         """Free a group's full parameters, if they are there."""
@@ -204,6 +189,8 @@ class Tree:
 
     def reset(self) -> None:
         """`drop`, and forget gradients that earlier backwards have held back."""
+        if not self.groups:
+            return
         self.drop()
         self._tables.disconnect()
         s = self.committed
@@ -238,7 +225,6 @@ class Tree:
         if frame is not None and (self._calls or frame.in_backward):
             return frame
         self._require_unedited()
-        self._tables.disconnect()
         changed = self._changed()
         idle = frame is None or not frame.has_graph
         if frame is None:
@@ -246,12 +232,16 @@ class Tree:
             self._await_optimizer()
         elif idle:
             self.committed = frame.snapshot()
+        if changed is None:
+            self.drop()  # every module has its own parameters again
+            for group in self.groups:
+                group.find()
         facts: list[object] = [g.facts() for g in self.groups]
-        replaced = changed is None or facts != self._facts
-        if replaced:
+        layout = self._plan_again() if changed is None or facts != self._facts else None
+        if layout is not None:
             self.drop()
-            frame = None
-        self._follow(facts if replaced else None, changed)
+            frame, self._facts = None, facts
+        self._follow(layout, changed)
         if frame is None:
             frame = Frame(
                 self.committed,
@@ -265,6 +255,7 @@ class Tree:
         else:
             frame.outdate(changed or ())
             if idle:
+                frame.follow([g.settings.reduction for g in self.groups])
                 frame.resume(self.committed)
         frame.backends[:] = [g.unit_backend(self._backend) for g in self.groups]
         self.frame, self._last = frame, None
@@ -329,25 +320,25 @@ class Tree:
 
     def _changed(self) -> list[int] | None:
         """Units whose parameters somebody has updated since this was last asked; None if any stand elsewhere in memory,
-        or were replaced."""
+        or were replaced: until `_follow` has taken them over."""
         values, before = self._versions(), self._values
-        self._values = values
         if not before or not all(same_memory(a, b) for a, b in zip(values, before, strict=True)):
+            self._values = []
             return None
+        self._values = values
         return [i for i, (a, b) in enumerate(zip(values, before, strict=True)) if a != b]
 
-    def _follow(self, facts: list[object] | None, changed: Sequence[int] | None) -> None:
+    def _follow(self, layout: Layout | None, changed: Sequence[int] | None) -> None:
         """Bring the committed state up to date with what has changed outside.
 
         Args:
-            facts: plan again, after these; None keeps the layout.
+            layout: a new one; None keeps the old.
             changed: units whose full parameters are of before an update; None: all, and take over replaced parameters.
         """
-        s, layout = self.committed, self.committed.layout
-        for u in s.units if changed is None or facts is not None else ():
+        s = self.committed
+        for u in s.units if layout is not None else ():
             on_unit.drop_flight(u, self._backend)
-        if facts is not None:
-            layout, self._facts = self._plan(), facts
+        layout = layout or s.layout
         units = [_without_full(u) if changed is None or i in changed else u for i, u in enumerate(s.units)]
         if changed is None:
             units = [g.adopt(p, u) for g, p, u in zip(self.groups, layout.units, units, strict=True)]
@@ -355,6 +346,23 @@ class Tree:
         stepped = bool(s.micro) and (changed is None or bool(changed))
         step, micro = (s.step + 1, 0) if stepped else (s.step, s.micro)
         self.committed = HSDPState(tuple(units), layout, s.backend, step, micro, (), Token())
+
+    def _plan_again(self) -> Layout:
+        """The layout of what has been frozen, unfrozen or replaced.
+
+        Raises:
+            RuntimeError: reduce-scattered sums of earlier microbatches are held, of other parameters.
+        """
+        layout = self._plan()
+        for unit, old, new in zip(self.committed.units, self.committed.layout.units, layout.units, strict=True):
+            if unit.acc_partial is not None and [p.requires_grad for p in old.params] != [
+                p.requires_grad for p in new.params
+            ]:
+                raise RuntimeError(
+                    f"parameters of unit {new.title!r} were frozen or unfrozen while sums of earlier microbatches are "
+                    f"held back; finish the accumulation first, or drop it with reset_iter_state"
+                )
+        return layout
 
     def _plan(self) -> Layout:
         specs: list[ParamSpec] = []

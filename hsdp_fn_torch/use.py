@@ -86,7 +86,7 @@ class Use:
     @property
     def waits(self) -> bool:
         """Whether some graph of it is alive that no backward has reached."""
-        return any(t.backward is None for t in self.live())
+        return any(t.backward is None and not t.ahead for t in self.live())
 
     def live(self, *, but: Ticket | None = None) -> list[Ticket]:
         """Tickets of nodes that are alive."""
@@ -129,14 +129,15 @@ class Ticket:
     Attributes:
         number: of the pass it was made in.
         epoch: of the unit's parameters then.
-        backward: number of the last backward that brought its gradients; None before, -1 if none need be waited for.
+        backward: number of the last backward that brought its gradients; None before.
+        ahead: nothing waits for them.
     """
 
-    __slots__ = ("__weakref__", "_node", "backward", "epoch", "number")
+    __slots__ = ("__weakref__", "_node", "ahead", "backward", "epoch", "number")
 
-    def __init__(self, node: Any, number: int, epoch: int) -> None:
+    def __init__(self, node: Any, number: int, epoch: int, ahead: bool) -> None:
         self._node = weakref.ref(node)
-        self.number, self.epoch = number, epoch
+        self.number, self.epoch, self.ahead = number, epoch, ahead
         self.backward: int | None = None
 
     def expected(self, backward: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hsdp_fn import PhaseError
+from hsdp_fn import PhaseError, expected_comm
 from hsdp_fn_torch import CPUOffloadPolicy, fully_shard
 from hsdp_fn_torch.facade import _offload_policy
 from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks
-from tests.workers_torch import close, equal, fsdp_mesh, on_ranks
+from tests.workers_torch import close, equal, fsdp_mesh, hsdp_mesh, on_ranks
 
 
 class Crossed(nn.Module):
@@ -282,3 +283,110 @@ def test_what_is_unfrozen_after_an_evaluation_with_grad_is_trained(rank, world):
     assert_mean_grads(model, single, world, square)
     with pytest.raises(PhaseError, match="has ended"):
         old.backward()
+
+
+@on_ranks(2)
+def test_parameters_replaced_before_a_backward_are_used_afterwards(rank, world):
+    """The graph of before is told so; the next forward takes the new ones over, whoever asked first."""
+    model, single = crossed(world)
+    loss = square(model, data(rank, 0, width=8))
+    for p in single.parameters():
+        p.data.mul_(2.0)
+    doubled = {name: p.detach() * 2.0 for name, p in model.state_dict().items()}
+    model.load_state_dict(doubled, assign=True)
+    with pytest.raises(PhaseError, match="replaced"):
+        loss.backward()
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the backward that raised is undone
+        square(model, data(rank, 0, width=8)).backward()
+    assert_mean_grads(model, single, world, square)
+
+
+@on_ranks(2)
+def test_several_modules_gathered_by_hand_stay_so(rank, world):
+    model, single = crossed(world)
+    model.a.unshard()
+    model.b.unshard()
+
+    def by_hand(m, x):
+        x = F.linear(torch.relu(F.linear(x, m.b.weight, m.b.bias)), m.a.weight, m.a.bias)
+        return x.square().sum()
+
+    by_hand(model, data(rank, 0, width=8)).backward()
+    for part in ("a", "b"):
+        for p in getattr(single, part).parameters():
+            p.grad = None
+    sum(by_hand(single, data(r, 0, width=8)) / world for r in range(world)).backward()
+    for name, p in model.named_parameters():
+        if name[0] in "ab":
+            close([full(p.grad)], [single.get_parameter(name).grad], what=name)
+
+
+@on_ranks(2)
+def test_unshard_inside_of_backward(rank, world):
+    model, single = crossed(world)
+
+    def hook(grad):
+        model.b.unshard()
+        return grad
+
+    out = model(data(rank, 0, width=8))
+    out.register_hook(hook)
+    out.square().sum().backward()
+    assert_mean_grads(model, single, world, square)
+    assert hasattr(model.b.weight, "placements")
+
+
+@pytest.mark.parametrize("gather", ["forward", "unshard"])
+@on_ranks(2)
+def test_what_inference_mode_has_gathered_serves_training(rank, world, gather):
+    model, single = crossed(world)
+    with torch.inference_mode():
+        model(data(rank, 1, width=8)) if gather == "forward" else model.unshard()
+    F.linear(data(rank, 0, width=8), model.head.weight, model.head.bias).square().sum().backward()
+    sum(
+        F.linear(data(r, 0, width=8), single.head.weight, single.head.bias).square().sum() / world for r in range(world)
+    ).backward()
+    close([full(model.head.weight.grad)], [single.head.weight.grad])
+
+
+@on_ranks(2)
+def test_the_layout_follows_the_setters(rank, world):
+    """So that the schedule can be predicted from it."""
+    model, _ = crossed(world)
+    for reshard in (True, False, True):
+        model.set_reshard_after_forward(reshard)
+        square(model, data(rank, 0, width=8)).backward()
+        state = model.hsdp_state
+        assert [u.reshard_after_forward for u in state.layout.units] == [reshard] * 3
+        assert sorted(map(repr, state.ledger)) == sorted(map(repr, expected_comm(state.layout)))  # units run crossed
+
+
+@on_ranks(2)
+def test_parameters_on_meta_are_named_each_time(rank, world):
+    with torch.device("meta"):
+        model = Crossed()
+    fully_shard(model, mesh=fsdp_mesh(world))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"meta device.*head\.weight"):
+            model(data(rank, 0, width=8))
+
+
+@on_ranks(4)
+def test_freezing_while_partial_sums_are_held_is_refused(rank, world):
+    """Nothing is lost: thawed again, the accumulation goes on."""
+    torch.manual_seed(0)
+    model = Crossed()
+    single = copy.deepcopy(model)
+    for unit in (model.a, model.b, model):
+        fully_shard(unit, mesh=hsdp_mesh())
+    model.set_requires_all_reduce(False)
+    square(model, data(rank, 0, width=8)).backward()
+    model.a.weight.requires_grad_(False)
+    model.set_requires_all_reduce(True)
+    with pytest.raises(RuntimeError, match="unit 'a' were frozen or unfrozen while sums"):
+        model(data(rank, 1, width=8))
+    model.a.weight.requires_grad_(True)
+    square(model, data(rank, 0, width=8)).backward()
+    assert_mean_grads(model, single, world, lambda m, x: 2 * square(m, x))
