@@ -390,3 +390,15 @@ def test_freezing_while_partial_sums_are_held_is_refused(rank, world):
     model.a.weight.requires_grad_(True)
     square(model, data(rank, 0, width=8)).backward()
     assert_mean_grads(model, single, world, lambda m, x: 2 * square(m, x))
+
+
+@on_ranks(2)
+def test_a_module_gathered_by_hand_stays_so_while_others_run(rank, world):
+    model, _ = crossed(world, reshard_after_forward=True)
+    model.a.unshard()
+    for _ in range(2):
+        model.b(data(rank, 0, width=8))
+        assert not hasattr(model.a.weight, "placements")
+        assert hasattr(model.b.weight, "placements")
+    model.a.reshard()
+    assert hasattr(model.a.weight, "placements")
