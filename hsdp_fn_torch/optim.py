@@ -41,7 +41,8 @@ def optimizer_step(
         state: with finished gradients.
         optimizer: built over ``params``.
         params: what `shard_parameters` gave for this state or an ancestor of it whose masters were updated in place.
-        max_norm: clip the gradient's global 2-norm to this.
+        max_norm: clip the gradient's global 2-norm to this; of main gradients before they are cast to the parameters'
+            dtype, which is what ``torch.optim`` takes.
 
     Returns:
         The next state, and the norm before clipping (None without ``max_norm``).
@@ -64,7 +65,7 @@ def optimizer_step(
             torch._foreach_mul_(present, scale.to(present[0].device))
     try:
         for name, grad in rows.items():
-            params[name].grad = grad
+            params[name].grad = None if grad is None else grad.to(params[name].dtype)  # main gradients are wider
         optimizer.step()
     finally:
         for param in params.values():

@@ -436,14 +436,10 @@ def _without_full(u: UnitState) -> UnitState:
 
 
 def _require_one_mesh(groups: Sequence[Group]) -> None:
-    root = mesh_spec(groups[0].mesh) if groups else None
-    for group in groups:
-        spec = mesh_spec(group.mesh)
-        if (
-            root is not None
-            and spec != root
-            and not (group.settings.whole and sorted(spec.ranks) == sorted(root.ranks))
-        ):
+    specs = [mesh_spec(group.mesh) for group in groups]
+    for group, spec in zip(groups, specs, strict=True):
+        whole = group.settings.whole and sorted(spec.ranks) == sorted(specs[0].ranks)
+        if spec != specs[0] and not whole:
             names = [type(m).__name__ for m in group.modules]
             raise MeshError(
                 f"modules {names} are sharded over mesh {group.mesh}, the root over {groups[0].mesh}; one mesh for all "

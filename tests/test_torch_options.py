@@ -21,7 +21,7 @@ from hsdp_fn import (
     totals,
     unshard,
 )
-from hsdp_fn_torch import TorchBackend
+from hsdp_fn_torch import TorchBackend, optimizer_step, shard_parameters
 from tests.workers_torch import equal, fsdp_mesh, hsdp_mesh, on_ranks
 
 
@@ -63,3 +63,20 @@ def test_units_that_arent_fused_communicate_by_parameter_with_the_same_values(ra
         assert counts == {"all_gather": (n, 72), "reduce_scatter": (n, 72), "all_reduce": (n, 36)}
         found[fused] = grads(state)[1]
     equal(found[False], found[True])
+
+
+@on_ranks(2)
+def test_an_optimizer_steps_with_main_gradients(rank, world):
+    """It takes them in the parameters' own dtype, clipped before the cast: 3.0 of norm 3 sqrt(4) becomes 0.5."""
+    layout = plan_layout(
+        [ParamSpec("w", (4,), "bfloat16")],
+        MeshSpec.fsdp(world),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, apply_grad_on_fp32_main_grad=True),
+    )
+    state = shard({"w": torch.ones(4, dtype=torch.bfloat16)}, layout, backend=TorchBackend(fsdp_mesh(world)))
+    params = shard_parameters(state)
+    optimizer = torch.optim.SGD(params.values(), lr=1.0)
+    state = reduce_grads(state, {"w": torch.full((4,), 2.0 + 2.0 * rank, dtype=torch.bfloat16)})
+    state, norm = optimizer_step(state, optimizer, params, max_norm=1.0)
+    assert norm.item() == 6.0
+    equal([params["w"].detach()], [torch.full((2,), 0.5, dtype=torch.bfloat16)])
