@@ -18,7 +18,7 @@ from .errors import (
     UnknownUnitError,
 )
 from .inspect import describe, diff, memory_bytes
-from .layout import ROOT, Collective, Layout, ParamSpec, Replicate, Shard, UnitSpec
+from .layout import ROOT, Collective, Layout, OnMesh, ParamSpec, Replicate, Shard, UnitSpec
 from .lifecycle import GradPhase, ParamPhase
 from .mesh import DataParallelMeshDims, MeshSpec
 from .ops import (
@@ -45,7 +45,7 @@ from .policy import (
     Sync,
 )
 from .schedule import CommTotal, expected_comm, totals
-from .state import GradShards, HSDPState, Pending, UnitState
+from .state import GradShards, HSDPState, Pending, Regrouped, UnitState
 
 __all__ = [
     "ROOT",
@@ -67,6 +67,7 @@ __all__ = [
     "MeshSpec",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OnMesh",
     "ParamPhase",
     "ParamSpec",
     "Pending",
@@ -76,6 +77,7 @@ __all__ = [
     "PrefetchPolicy",
     "RankMismatchError",
     "ReductionPolicy",
+    "Regrouped",
     "Replicate",
     "Shard",
     "StaleStateError",

@@ -27,8 +27,9 @@ class Backend(Protocol):
         """Raise `MeshError` or `BackendError` when this layout can't run here. Does not communicate."""
         ...
 
-    def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
-        """All ranks' messages, in rank order. Control plane: called by `shard` only, so that ranks fail together."""
+    def exchange(self, message: str) -> dict[int, str]:
+        """Messages by rank, in rank order, of all that this rank communicates with on the backend's own mesh. Control
+        plane: called by `shard` only, so that ranks fail together."""
         ...
 
     def prepare(self, layout: Layout) -> None:
@@ -62,6 +63,10 @@ class Backend(Protocol):
 
     def shard_params(self, mesh: MeshSpec, flat: Flat, params: Sequence[Tensor]) -> Tensor:
         """Full parameters to this rank's new flat shard, padding zeroed, where the layout's offload policy keeps it."""
+        ...
+
+    def piece(self, mesh: MeshSpec, flat: Flat, full: Sequence[Tensor]) -> Tensor:
+        """Full parameters to this rank's new flat shard on the compute device, in their own dtype."""
         ...
 
     def split(self, mesh: MeshSpec, flat: Flat, shard: Tensor) -> tuple[Tensor, ...]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from .backend import Tensor
 from .layout import UnitLayout
+from .mesh import MeshSpec
 from .schedule import totals
-from .state import GradShards, HSDPState, Pending, UnitState
+from .state import GradShards, HSDPState, Pending, Regrouped, UnitState
 
 _FIELDS = ("master", "full", "acc_full", "acc_partial", "reducing", "grad")
 
 
 def memory_bytes(state: HSDPState) -> dict[str, int]:
     """Bytes that this rank holds, by field of `UnitState`, and their ``total``. What is a view of the masters counts
-    once, as masters; ``in_flight`` holds the buffers of running collectives."""
-    sums = dict.fromkeys(("master", "full", "acc_full", "acc_partial", "grad", "in_flight"), 0)
+    once, as masters; ``regrouped`` is what ``full`` holds while it is split over smaller groups, ``in_flight`` the
+    buffers of running collectives."""
+    sums = dict.fromkeys(("master", "full", "regrouped", "acc_full", "acc_partial", "grad", "in_flight"), 0)
     for u in state.units:
         for field in _FIELDS:
-            key = "in_flight" if field == "reducing" or isinstance(getattr(u, field), Pending) else field
+            value = getattr(u, field)
+            key = "in_flight" if field == "reducing" or isinstance(value, Pending) else field
+            key = "regrouped" if isinstance(value, Regrouped) else key
             sums[key] += sum(state.backend.nbytes(t) for t in _tensors(u, field, state))
     sums["total"] = sum(sums.values())
     return sums
@@ -30,11 +35,12 @@ def describe(state: HSDPState) -> str:
     since the last step. Does not communicate and works on a consumed state too."""
     layout, mesh = state.layout, state.layout.mesh
     consumed = f", consumed by {state.token.consumer} at {state.token.line}" if state.token.consumer else ""
-    axes = " x ".join(f"{name}={n}" for name, n in zip(mesh.names, mesh.shape, strict=True))
+    meshes = Counter(b.mesh for plan in layout.units for b in plan.buckets for _ in b.params.members)
     lines = [
         f"HSDPState step {state.step}, microbatch {state.micro}, layout {layout.digest}, backend {state.backend.name}"
         f"{consumed}",
-        f"mesh {axes}: shard over {mesh.shard or 'nothing'}, replicate over {mesh.replicate or 'nothing'}",
+        f"mesh {_roles(mesh)}",
+        *(f"mesh {_roles(m)}: {n} parameters" for m, n in meshes.items() if m not in (mesh, mesh.as_replicated())),
         f"{'unit':<24} {'params':<10} {'grads':<9} {'tensors':>7} {'elements':>12} {'shard':>12} {'bytes':>12}",
     ]
     for u, plan in zip(state.units, layout.units, strict=True):
@@ -74,6 +80,11 @@ def diff(a: HSDPState, b: HSDPState) -> list[str]:
     return out
 
 
+def _roles(mesh: MeshSpec) -> str:
+    axes = " x ".join(f"{name}={n}" for name, n in zip(mesh.names, mesh.shape, strict=True))
+    return f"{axes}: shard over {mesh.shard or 'nothing'}, replicate over {mesh.replicate or 'nothing'}"
+
+
 def _present(value: Any, plan: UnitLayout) -> set[str]:
     if value is None:
         return set()
@@ -87,7 +98,7 @@ def _tensors(u: UnitState, field: str, state: HSDPState) -> Iterator[Tensor]:
     if field == "master":
         yield from value
         return
-    if isinstance(value, GradShards):
+    if isinstance(value, (GradShards, Regrouped)):
         value = value.flats
     elif isinstance(value, Pending):
         value = (*value.outputs, *(k for k in value.keepalive if all(k is not o for o in value.outputs)))

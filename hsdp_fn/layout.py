@@ -43,6 +43,19 @@ Placement = Shard | Replicate
 
 
 @dataclass(frozen=True, slots=True)
+class OnMesh:
+    """A placement on another mesh than the unit's: a routed expert's, say, whose copies are fewer.
+
+    The parameter's gradients are summed over the data-parallel ranks of ``mesh`` and divided by the number of those of
+    the unit's mesh, if these are more: what the other ranks' batches contribute has come through the model's own
+    communication (an expert's tokens, sent from all of them).
+    """
+
+    placement: Placement
+    mesh: MeshSpec
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter before sharding.
 
@@ -86,20 +99,23 @@ class UnitSpec:
         name: the unit's name, unique.
         modules: dotted prefixes whose parameters it owns; empty means ``(name,)``. A parameter belongs to the unit
             with the longest matching prefix.
-        reshard_after_forward: free the full parameters after forward and gather them again in backward; None takes
-            the layout's default.
+        reshard_after_forward: free the full parameters after forward and gather them again in backward. An int: keep
+            them over groups of that many neighbouring shard ranks, from which backward gathers. None takes the layout's
+            default.
         mp_policy: mixed precision of this unit; None takes the layout's.
         reduction: how its gradients are reduced; None takes the layout's.
         fused: one collective of a kind for all parameters that share mesh and dtype, instead of one a parameter; None
             takes the layout's default.
+        mesh: of its parameters; None takes the layout's.
     """
 
     name: str
     modules: tuple[str, ...] = ()
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy | None = None
     reduction: ReductionPolicy | None = None
     fused: bool | None = None
+    mesh: MeshSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +206,21 @@ class Collective:
 
 
 @dataclass(frozen=True, eq=False)
+class Regather:
+    """Where a bucket's parameters are between forward and backward, if not over all of its shard ranks.
+
+    Attributes:
+        mesh: whose shard groups are runs of neighbours in those of the bucket's mesh.
+        params: all members, split over such a run.
+        gather: the all-gather in backward.
+    """
+
+    mesh: MeshSpec
+    params: Flat
+    gather: Collective | None
+
+
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """Parameters of one unit with one mesh and one master dtype; a single one in a unit that isn't fused.
 
@@ -201,9 +232,12 @@ class Bucket:
         reduce_dtype: in which gradients are reduced.
         grad_dtype: of the gradients handed to the optimizer: ``dtype``, or ``reduce_dtype`` with
             `MixedPrecisionPolicy.apply_grad_on_fp32_main_grad`.
+        mean_over: how many ranks' batches a mean gradient is over: the data-parallel ranks of the unit's mesh, or of
+            the bucket's where these are more.
         params: all members; ``grads``: the trainable ones (the same object when all are), None when there is none.
         gather, reduce_scatter, all_reduce: the collectives that it issues; None where the group has one rank or
             there is no element.
+        regather: of a unit that is resharded to smaller groups after forward; None where it is resharded over all.
     """
 
     index: int
@@ -212,11 +246,13 @@ class Bucket:
     compute_dtype: str
     reduce_dtype: str
     grad_dtype: str
+    mean_over: int
     params: Flat
     grads: Flat | None
     gather: Collective | None
     reduce_scatter: Collective | None
     all_reduce: Collective | None
+    regather: Regather | None = None
 
     @cached_property
     def acc_dtype(self) -> str:
@@ -226,13 +262,15 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class UnitLayout:
-    """One unit: its parameters in order, their buckets, and when it is resharded; ``modules`` are its prefixes."""
+    """One unit: its parameters in order, their buckets, and whether it is resharded after forward (an int: over so many
+    ranks); ``modules`` are its prefixes, ``mesh`` is that of parameters without one of their own."""
 
     name: str
     modules: tuple[str, ...]
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
-    reshard_after_forward: bool
+    mesh: MeshSpec
+    reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy
     reduction: ReductionPolicy
 
@@ -258,7 +296,7 @@ class Layout:
 
     Attributes:
         units: the units.
-        mesh: the default mesh.
+        mesh: of units without one of their own. Its data-parallel ranks compare their layouts.
         reduction: of units that have none of their own; prefetch, offload: policies.
         ignored: names of parameters left out of sharding and of gradients altogether.
     """
@@ -311,5 +349,12 @@ class Layout:
             yield repr(
                 (unit.name, unit.modules, unit.reshard_after_forward, unit.mp_policy, unit.reduction, unit.params)
             )
+            yield repr(self._fact(unit.mesh))
             for b in unit.buckets:
-                yield repr((b.mesh, b.dtype, b.compute_dtype, b.reduce_dtype, b.params.members))
+                mesh = self._fact(b.mesh)
+                yield repr((mesh, b.dtype, b.compute_dtype, b.reduce_dtype, b.mean_over, b.params.members))
+
+    def _fact(self, mesh: MeshSpec) -> object:
+        """A mesh as all ranks know it: of one over other ranks (an expert's), each knows the part that it is in."""
+        whole = set(mesh.ranks) == set(self.mesh.ranks)
+        return mesh if whole else (mesh.shape, mesh.names, mesh.shard, mesh.replicate)

@@ -18,11 +18,12 @@ class _Key(Enum):
 
 
 class ParamPhase(_Key):
-    """Where a unit's full parameters are."""
+    """Where a unit's full parameters are. REGROUPED: as after forward, over groups smaller than all shard ranks."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
+    REGROUPED = "regrouped"
 
 
 class GradPhase(_Key):
@@ -48,26 +49,31 @@ class Op(_Key):
     RESET = "reset_iter"
 
 
-_S, _G, _U = ParamPhase.SHARDED, ParamPhase.GATHERING, ParamPhase.UNSHARDED
+_S, _G, _U, _P = ParamPhase.SHARDED, ParamPhase.GATHERING, ParamPhase.UNSHARDED, ParamPhase.REGROUPED
 _E, _H, _R, _Y = GradPhase.EMPTY, GradPhase.HELD, GradPhase.REDUCING, GradPhase.READY
 
 #: (phase, move) -> the phase afterwards. A pair that isn't here is illegal. `unshard` that isn't awaited ends in
-#: GATHERING instead of UNSHARDED. A move that isn't named here doesn't look at the parameters.
+#: GATHERING instead of UNSHARDED, `shard` after a forward, where smaller groups are asked for, in REGROUPED instead of
+#: SHARDED. A move that isn't named here doesn't look at the parameters.
 PARAM_MOVES: dict[tuple[ParamPhase, Op], ParamPhase] = {
     (_S, Op.UNSHARD): _U,
     (_G, Op.UNSHARD): _U,
     (_U, Op.UNSHARD): _U,
+    (_P, Op.UNSHARD): _U,
     (_S, Op.WAIT): _S,
     (_G, Op.WAIT): _U,
     (_U, Op.WAIT): _U,
+    (_P, Op.WAIT): _P,
     (_S, Op.SHARD): _S,
     (_U, Op.SHARD): _S,
+    (_P, Op.SHARD): _S,
     (_U, Op.FULL_PARAMS): _U,
     (_S, Op.APPLY): _S,
     (_S, Op.LOAD): _S,
     (_S, Op.RESET): _S,
     (_G, Op.RESET): _S,
     (_U, Op.RESET): _S,
+    (_P, Op.RESET): _S,
 }
 
 #: (phase, move) -> the phases that can follow.
@@ -93,9 +99,12 @@ GRAD_MOVES: dict[tuple[GradPhase, Op], tuple[GradPhase, ...]] = {
 _PARAM_ADVICE: dict[tuple[ParamPhase, Op], str] = {
     (_G, Op.SHARD): "the gather is still running: state = wait(state) first",
     (_S, Op.FULL_PARAMS): "they are sharded: state = unshard(state) first",
+    (_P, Op.FULL_PARAMS): "they are sharded over smaller groups: state = unshard(state) first",
     (_G, Op.FULL_PARAMS): "the gather is still running: state = wait(state) first",
     (_G, Op.APPLY): "a gather of the old values is running: state = shard(wait(state)) first",
     (_U, Op.APPLY): "full parameters of the old values would outlive the update: state = shard(state) first",
+    (_P, Op.APPLY): "pieces of the old values would outlive the update: state = shard(state) first",
+    (_P, Op.LOAD): "pieces of the old values would outlive the load: state = shard(state) first",
     (_G, Op.LOAD): "a gather of the old values is running: state = shard(wait(state)) first",
     (_U, Op.LOAD): "full parameters of the old values would outlive the load: state = shard(state) first",
 }

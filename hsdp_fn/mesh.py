@@ -39,6 +39,7 @@ class MeshSpec:
     shard_size: int = field(init=False, repr=False, compare=False)
     replicate_size: int = field(init=False, repr=False, compare=False)
     data_parallel_size: int = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("shape", "names", "shard", "replicate", "ranks"):
@@ -69,6 +70,10 @@ class MeshSpec:
         object.__setattr__(self, "shard_size", self._size(self.shard))
         object.__setattr__(self, "replicate_size", self._size(self.replicate))
         object.__setattr__(self, "data_parallel_size", self.shard_size * self.replicate_size)
+        object.__setattr__(self, "_hash", hash((self.shape, self.names, self.shard, self.replicate, self.ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: meshes are looked up at every collective
 
     @classmethod
     def fsdp(cls, shard: int) -> MeshSpec:
@@ -127,6 +132,30 @@ class MeshSpec:
                 base[place] = value
             members.append(self._rank_at(base))
         return tuple(members)
+
+    def data_parallel_group(self, rank: int) -> tuple[int, ...]:
+        """Global ranks that the rank communicates with, over shard and replicate axes together, in the mesh's order."""
+        return self.group(rank, tuple(n for n in self.names if n in self.shard or n in self.replicate))
+
+    def cut(self, size: int) -> MeshSpec:
+        """The same ranks with each shard group cut into runs of ``size`` neighbours, which are the new shard groups.
+
+        Raises:
+            MeshError: ``size`` doesn't divide the number of shard ranks.
+        """
+        if size < 1 or self.shard_size % size:
+            raise MeshError(f"groups of {size} ranks can't be cut out of {self.shard_size} shard ranks")
+        groups = dict.fromkeys(self.group(rank, self.shard) for rank in self.ranks)
+        ranks = tuple(rank for group in groups for rank in group)
+        return MeshSpec((len(ranks) // size, size), ("run", "shard"), shard=("shard",), ranks=ranks)
+
+    def with_roles(self, dims: DataParallelMeshDims) -> MeshSpec:
+        """The same mesh with other data-parallel axes.
+
+        Raises:
+            MeshError: naming an axis that isn't there.
+        """
+        return MeshSpec(self.shape, self.names, dims.shard_names, dims.replicate_names, self.ranks)
 
     def as_replicated(self) -> MeshSpec:
         """The same ranks with every data-parallel axis replicating: the mesh of a parameter that isn't split."""

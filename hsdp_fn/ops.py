@@ -12,11 +12,12 @@ from typing import overload
 
 from . import unit as on_unit
 from .backend import Backend, Tensor
-from .errors import GradientError, LayoutError, PolicyError, RankMismatchError
+from .checks import check_grads, check_params
+from .errors import LayoutError, PolicyError, RankMismatchError
 from .layout import Bucket, Collective, Layout, Member, UnitLayout
 from .lifecycle import GradPhase, Op, check
 from .policy import Keep, Sync
-from .state import GradShards, HSDPState, Pending, Token, UnitState
+from .state import GradShards, HSDPState, Pending, Regrouped, Token, UnitState
 
 Units = str | Iterable[str] | None
 
@@ -24,9 +25,13 @@ Units = str | Iterable[str] | None
 @overload
 def shard(source: Mapping[str, Tensor], layout: Layout, *, backend: Backend) -> HSDPState: ...
 @overload
-def shard(source: HSDPState, layout: Units = None) -> HSDPState: ...
+def shard(source: HSDPState, layout: Units = None, *, after_forward: bool = False) -> HSDPState: ...
 def shard(
-    source: Mapping[str, Tensor] | HSDPState, layout: Layout | Units = None, *, backend: Backend | None = None
+    source: Mapping[str, Tensor] | HSDPState,
+    layout: Layout | Units = None,
+    *,
+    backend: Backend | None = None,
+    after_forward: bool = False,
 ) -> HSDPState:
     """``shard(params, layout, backend=backend)``: full parameters to the first state.
     ``shard(state, units)``: drop gathered parameters ("reshard"); the second argument names units, None for all.
@@ -37,6 +42,8 @@ def shard(
     Args:
         source: a mapping from fully qualified name to full parameter (each rank passes all rows and keeps its own;
             the tensors aren't changed), or a state.
+        after_forward: of a state: where the layout's ``reshard_after_forward`` is a group size, go no further than to
+            that (phase REGROUPED); the next `unshard` gathers over these groups.
 
     Raises:
         LayoutError: a missing or unknown parameter, another shape or dtype than planned.
@@ -47,22 +54,28 @@ def shard(
     if isinstance(source, HSDPState):
         if isinstance(layout, Layout):
             raise TypeError("shard(state, units) takes unit names; shard(params, layout, backend=...) takes a layout")
-        return _each(source, layout, Op.SHARD, lambda u, plan, log: on_unit.reshard(u))
+        backend = source.backend
+
+        def reshard(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+            return on_unit.reshard_after_forward(u, plan, backend) if after_forward else on_unit.reshard(u)
+
+        return _each(source, layout, Op.SHARD, reshard)
     if not isinstance(layout, Layout) or backend is None:
         raise TypeError("shard(params, layout, *, backend): give a Layout and a backend")
     failure: Exception | None = None
     try:
         backend.check(layout)
-        _check_params(source, layout, backend)
+        check_params(source, layout, backend)
     except Exception as error:  # whatever it is, the peers must learn of it
         failure = error
-    answers = backend.exchange(layout.mesh, f"error: {failure}" if failure else f"layout {layout.digest}")
+    answers = backend.exchange(f"error: {failure}" if failure else f"layout {layout.digest}")
     if failure is not None:
         raise failure
-    if wrong := [f"rank {r}: {a}" for r, a in zip(layout.mesh.ranks, answers, strict=True) if a != answers[0]]:
+    first = min(answers)
+    if wrong := [f"rank {rank}: {answer}" for rank, answer in answers.items() if answer != answers[first]]:
         raise RankMismatchError(
-            f"shard: ranks disagree. rank {layout.mesh.ranks[0]}: {answers[0]}; {'; '.join(wrong)}. All ranks must "
-            f"plan from the same names, shapes, mesh and policies."
+            f"shard: ranks disagree. rank {first}: {answers[first]}; {'; '.join(wrong)}. All ranks must plan from the "
+            f"same names, shapes, mesh and policies."
         )
     backend.prepare(layout)
     units = []
@@ -78,8 +91,8 @@ def shard(
 def unshard(state: HSDPState, units: Units = None, *, async_op: bool = False) -> HSDPState:
     """Gather full parameters.
 
-    Communicates: for each sharded unit one all-gather a bucket over its shard group (output bytes: the padded unit in
-    compute dtype). Units that are gathered already cost nothing.
+    Communicates: for each sharded unit one all-gather a bucket over its shard group, or over the smaller group that it
+    was resharded to (output bytes: the padded unit in compute dtype). Units that are gathered already cost nothing.
 
     Args:
         units: names; None for all.
@@ -176,7 +189,7 @@ def reduce_grads(
     if not isinstance(sync, Sync):
         raise TypeError(f"reduce_grads: sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
     selected = state.layout.select(units)
-    rows = None if grads is None else _check_grads(state, selected, grads)
+    rows = None if grads is None else check_grads(state, selected, grads)
     if rows is not None and sync is Sync.NONE:  # what is held must not change with the caller's tensors
         rows = {unit: [None if g is None else state.backend.clone(g) for g in row] for unit, row in rows.items()}
 
@@ -315,7 +328,11 @@ def clone(state: HSDPState) -> HSDPState:
             u.reducing.read()
         if isinstance(u.full, Pending):
             u.full.read()
-        full = flats(u.full) if isinstance(u.full, tuple) else None
+        full: tuple[Tensor, ...] | Regrouped | None = None
+        if isinstance(u.full, Regrouped):
+            full = Regrouped(flats(u.full.flats))
+        elif isinstance(u.full, tuple):
+            full = flats(u.full)
         acc = None if u.acc_full is None else flats(u.acc_full)
         units.append(UnitState(u.name, flats(u.master), full, acc, shards(u.acc_partial), None, shards(u.grad)))
     return HSDPState(tuple(units), state.layout, state.backend, state.step, state.micro, state.ledger, Token())
@@ -390,64 +407,3 @@ def _replace_masters(state: HSDPState, masters: Mapping[str, Tensor], op: Op, st
 
     new = _each(state, None, op, replace)
     return HSDPState(new.units, layout, backend, step, 0, (), new.token)
-
-
-def _check_params(params: Mapping[str, Tensor], layout: Layout, backend: Backend) -> None:
-    specs = {p.name: p for p in layout.params()}
-    if missing := [name for name in specs if name not in params]:
-        raise LayoutError(f"shard: parameters of the layout that weren't given: {missing}")
-    known = {n for p in specs.values() for n in (p.name, *p.aliases)} | set(layout.ignored)
-    if unknown := [name for name in params if name not in known]:
-        raise LayoutError(f"shard: parameters that the layout doesn't have: {unknown}; was it planned for this model?")
-    for name, spec in specs.items():
-        if (objection := backend.objection(params[name])) is not None:
-            raise LayoutError(f"shard: parameter {name!r} {objection}")
-        try:
-            found = (backend.dtype(params[name]), backend.shape(params[name]))
-        except PolicyError as error:
-            raise LayoutError(f"shard: parameter {name!r}: {error}") from None
-        if found != (spec.dtype, spec.shape):
-            raise LayoutError(
-                f"shard: parameter {name!r} has dtype {found[0]} and shape {found[1]}, but the layout was planned for "
-                f"{spec.dtype} {spec.shape}"
-            )
-
-
-def _check_grads(
-    state: HSDPState, selected: Sequence[int], grads: Mapping[str, Tensor | None]
-) -> dict[str, list[Tensor | None]]:
-    """Gradients in each selected unit's parameter order."""
-    backend = state.backend
-    rows: dict[str, list[Tensor | None]] = {}
-    used: set[str] = set()
-    for i in selected:
-        plan = state.layout.units[i]
-        row: list[Tensor | None] = [None] * len(plan.params)
-        for bucket in plan.buckets:
-            for member in bucket.grads.members if bucket.grads is not None else ():
-                name = member.spec.name
-                if name not in grads:
-                    raise GradientError(
-                        f"reduce_grads: no gradient for {name!r} of unit {plan.title!r}; give None if it wasn't used"
-                    )
-                used.add(name)
-                g = row[member.index] = grads[name]
-                if g is None:
-                    continue
-                if backend.shape(g) != member.spec.shape:
-                    raise GradientError(
-                        f"reduce_grads: gradient of {name!r} has shape {backend.shape(g)}, expected the full shape "
-                        f"{member.spec.shape}"
-                    )
-                if backend.dtype(g) not in (bucket.compute_dtype, bucket.acc_dtype):
-                    raise GradientError(
-                        f"reduce_grads: gradient of {name!r} has dtype {backend.dtype(g)}, expected "
-                        f"{bucket.compute_dtype} (compute) or {bucket.acc_dtype} (accumulation)"
-                    )
-        rows[plan.name] = row
-    if unknown := [name for name in grads if name not in used]:
-        raise GradientError(
-            f"reduce_grads: gradients of {unknown}, which are no trainable parameters of the selected units (frozen, "
-            f"an alias, or another unit's)"
-        )
-    return rows

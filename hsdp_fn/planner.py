@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 from .dtypes import is_compute_float
-from .errors import LayoutError
+from .errors import LayoutError, PolicyError
 from .layout import (
     ROOT,
     Bucket,
@@ -14,15 +15,21 @@ from .layout import (
     Flat,
     Layout,
     Member,
+    OnMesh,
     ParamSpec,
     Placement,
+    Regather,
     Replicate,
     Shard,
     UnitLayout,
     UnitSpec,
 )
-from .mesh import MeshSpec
+from .mesh import DataParallelMeshDims, MeshSpec
 from .policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ReductionPolicy
+
+#: One value for all units, or by their names: a mapping, or a function of the name that may answer None.
+Reshard = bool | int | Mapping[str, bool | int] | Callable[[str], bool | int | None] | None
+PlacementFn = Callable[[ParamSpec], Placement | OnMesh | None]
 
 
 def plan_layout(
@@ -34,33 +41,45 @@ def plan_layout(
     offload_policy: OffloadPolicy | None = None,
     reduction: ReductionPolicy | None = None,
     prefetch: PrefetchPolicy | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: Reshard = None,
     fused: bool = True,
-    placement_fn: Callable[[ParamSpec], Placement | None] | None = None,
+    placement_fn: PlacementFn | None = None,
     ignored: Iterable[str] = (),
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Layout:
     """Plan which rank owns what. Pure: no communication, no framework, the same result on every rank.
 
     Args:
         params: all parameters of the model, tied ones once with their further names as aliases.
-        mesh: default mesh of every parameter.
+        mesh: of units and parameters without one of their own.
         units: what to gather together, in execution order; what no unit claims belongs to the root unit, first.
         mp_policy, offload_policy, reduction, prefetch: policies; None takes each class's defaults.
-        reshard_after_forward: default of units. None means True for named units and False for the root, whose
-            parameters are needed again at once in backward (FSDP2's rule).
+        reshard_after_forward: of units that don't say it themselves: True, False, or the size of the groups of
+            neighbouring shard ranks that keep the parameters between forward and backward, which must divide the
+            number of shard ranks (1 means False, with a warning; all of them: True). One value, a mapping from unit
+            names, or a function of the name. None means True for named units and False for the root, whose parameters
+            are needed again at once in backward (FSDP2's rule).
         fused: default of units. True puts parameters of one mesh and dtype into one bucket; False makes each parameter
             a bucket: one all-gather, one reduce-scatter and (HSDP) one all-reduce a parameter.
-        placement_fn: called once a parameter; `Shard`, `Replicate`, or None for ``Shard(0)``.
+        placement_fn: called once a parameter; `Shard`, `Replicate`, either of them `OnMesh` with a mesh of the
+            parameter's own, or None for ``Shard(0)``.
         ignored: names of parameters to leave out.
+        dp_mesh_dims: which axes of ``mesh`` carry data parallelism; None: those that the mesh says.
 
     Raises:
+        MeshError: ``dp_mesh_dims`` names an axis that isn't there.
         LayoutError: a duplicate name, a unit without parameters, a scalar parameter, a shard dim out of range, tied
             names in different units, a master dtype that can't be trained; naming the parameter or unit.
     """
     _check_types(mesh, units, mp_policy, offload_policy, reduction, prefetch)
+    if dp_mesh_dims is not None:
+        mesh = mesh.with_roles(dp_mesh_dims)
     specs = list(params)
     wanted = [UnitSpec(u) if isinstance(u, str) else u for u in units]
     _check_names(specs, wanted)
+    by_name = reshard_after_forward if isinstance(reshard_after_forward, Mapping) else {}
+    if strangers := set(by_name) - {ROOT, *(u.name for u in wanted)}:
+        raise LayoutError(f"reshard_after_forward names units that aren't there: {sorted(strangers)}")
     left_out = _check_ignored(specs, ignored)
     default_mp, default_reduction = mp_policy or MixedPrecisionPolicy(), reduction or ReductionPolicy()
     owned: dict[str, list[ParamSpec]] = {ROOT: [], **{u.name: [] for u in wanted}}
@@ -78,22 +97,20 @@ def plan_layout(
                 f"unit {unit.name!r} owns no parameter: no name starts with {unit.modules or (unit.name,)}, or more "
                 f"specific units claim them all. Remove it, or check the prefix."
             )
-        reshard = unit.reshard_after_forward
-        if reshard is None:
-            reshard = unit.name != ROOT if reshard_after_forward is None else reshard_after_forward
-        if not isinstance(reshard, bool):
-            raise LayoutError(f"unit {unit.name!r}: reshard_after_forward must be a bool, found {reshard!r}")
+        where = unit.mesh or mesh
+        reshard = _reshard_of(unit, reshard_after_forward, where.shard_size)
         fuse = fused if unit.fused is None else unit.fused
         if not isinstance(fuse, bool):
             raise LayoutError(f"unit {unit.name!r}: fused must be a bool, found {fuse!r}")
         mp = unit.mp_policy or default_mp
-        buckets = _plan_buckets(unit.name, members, mesh, mp, fuse, placement_fn)
+        buckets = _plan_buckets(unit.name, members, where, mp, fuse, placement_fn, reshard)
         plans.append(
             UnitLayout(
                 unit.name,
                 unit.modules or (unit.name,),
                 tuple(members),
                 buckets,
+                where,
                 reshard,
                 mp,
                 unit.reduction or default_reduction,
@@ -134,6 +151,8 @@ def _check_names(specs: Sequence[ParamSpec], units: Sequence[UnitSpec]) -> None:
             raise LayoutError(f"unit {unit.name!r}: modules must be a tuple of prefixes, found {unit.modules!r}")
         if unit.mp_policy is not None and not isinstance(unit.mp_policy, MixedPrecisionPolicy):
             raise LayoutError(f"unit {unit.name!r}: mp_policy must be a MixedPrecisionPolicy, found {unit.mp_policy!r}")
+        if unit.mesh is not None and not isinstance(unit.mesh, MeshSpec):
+            raise LayoutError(f"unit {unit.name!r}: mesh must be a MeshSpec, found {unit.mesh!r}")
         if unit.reduction is not None and not isinstance(unit.reduction, ReductionPolicy):
             raise LayoutError(f"unit {unit.name!r}: reduction must be a ReductionPolicy, found {unit.reduction!r}")
     seen: set[str] = set()
@@ -184,30 +203,76 @@ def _owner(spec: ParamSpec, units: Sequence[UnitSpec]) -> str:
     return owner
 
 
+def reshard_size(value: object, ranks: int, what: str) -> bool | int:
+    """What a ``reshard_after_forward`` means for ``ranks`` shard ranks: True, False, or the size of groups strictly
+    between one rank and all of them. Warns that 1 means False.
+
+    Raises:
+        PolicyError: (a `ValueError`) of another type, or no divisor of ``ranks``; beginning with ``what``.
+    """
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise PolicyError(f"{what}: reshard_after_forward must be a bool, an int or None, found {value!r}")
+    if value < 1 or ranks % value:
+        raise PolicyError(
+            f"{what}: reshard_after_forward={value} doesn't divide the number of shard ranks, {ranks}; give a bool or "
+            f"one of {[n for n in range(2, ranks) if ranks % n == 0]}"
+        )
+    if value == 1:
+        warnings.warn(
+            f"{what}: reshard_after_forward=1 keeps whole parameters on each rank: it means False", stacklevel=4
+        )
+        return False
+    return True if value == ranks else value
+
+
+def _reshard_of(unit: UnitSpec, default: Reshard, ranks: int) -> bool | int:
+    value: object = unit.reshard_after_forward
+    if value is None:
+        by_name = default.get(unit.name) if isinstance(default, Mapping) else default
+        value = by_name(unit.name) if callable(by_name) else by_name
+        if ranks == 1 and type(value) is int and value > 1:
+            return True  # a number for all units passes over those that aren't split
+    return unit.name != ROOT if value is None else reshard_size(value, ranks, f"unit {unit.name!r}")
+
+
 def _plan_buckets(
     unit: str,
     specs: Sequence[ParamSpec],
     mesh: MeshSpec,
     mp: MixedPrecisionPolicy,
     fused: bool,
-    placement_fn: Callable[[ParamSpec], Placement | None] | None,
+    placement_fn: PlacementFn | None,
+    reshard: bool | int,
 ) -> tuple[Bucket, ...]:
     groups: dict[tuple[MeshSpec, str, int], list[tuple[int, ParamSpec, int]]] = {}
     for index, spec in enumerate(specs):
-        placement = (placement_fn(spec) if placement_fn else None) or Shard(0)
+        wanted, own = (placement_fn(spec) if placement_fn else None) or Shard(0), mesh
+        placement = wanted.placement if isinstance(wanted, OnMesh) else wanted
+        if isinstance(wanted, OnMesh):
+            own = wanted.mesh
+            if not isinstance(own, MeshSpec):
+                raise LayoutError(f"placement of {spec.name!r}: its mesh must be a MeshSpec, found {own!r}")
         if not spec.shape:
             raise LayoutError(f"parameter {spec.name!r} is a scalar; make it a 1-D tensor of one element")
         if isinstance(placement, Shard):
-            dim, where = _check_shardable(spec, placement), mesh
+            dim, where = _check_shardable(spec, placement), own
         elif isinstance(placement, Replicate):
-            dim, where = 0, mesh.as_replicated()
+            dim, where = 0, own.as_replicated()
         else:
-            raise LayoutError(f"placement of {spec.name!r} must be Shard, Replicate or None, found {placement!r}")
+            raise LayoutError(
+                f"placement of {spec.name!r} must be Shard, Replicate, OnMesh or None, found {placement!r}"
+            )
+        if type(reshard) is int and where.shard_size > 1:
+            reshard_size(reshard, where.shard_size, f"parameter {spec.name!r} of unit {unit!r}")
         if not is_compute_float(spec.dtype) and spec.requires_grad:
             raise LayoutError(f"parameter {spec.name!r} of dtype {spec.dtype} can't require gradients; freeze it")
         groups.setdefault((where, spec.dtype, 0 if fused else index), []).append((index, spec, dim))
     return tuple(
-        _plan_bucket(unit, i, where, dtype, members, mp)
+        _plan_bucket(
+            unit, i, where, dtype, members, mp, max(mesh.data_parallel_size, where.data_parallel_size), reshard
+        )
         for i, ((where, dtype, _), members) in enumerate(groups.items())
     )
 
@@ -219,19 +284,24 @@ def _plan_bucket(
     dtype: str,
     members: list[tuple[int, ParamSpec, int]],
     mp: MixedPrecisionPolicy,
+    mean_over: int,
+    reshard: bool | int,
 ) -> Bucket:
     compute = mp.param_dtype if mp.param_dtype and is_compute_float(dtype) else dtype
     reduce = mp.reduce_dtype or compute
     params = _plan_flat(members, mesh.shard_size)
     trainable = [m for m in members if m[1].requires_grad]
     grads = params if len(trainable) == len(members) else _plan_flat(trainable, mesh.shard_size) if trainable else None
-    shard, replicate = mesh.shard_size, mesh.replicate_size
+    shard, replicate, regather = mesh.shard_size, mesh.replicate_size, None
 
     def collective(op: str, of: str, flat: Flat | None, group: int, whole: int) -> Collective | None:
         if flat is None or group == 1 or flat.numel == 0:
             return None
-        return Collective(op, unit, index, of, flat.numel * whole, group, flat.padding if whole == shard else 0)
+        return Collective(op, unit, index, of, flat.numel * whole, group, flat.padding if whole == group else 0)
 
+    if type(reshard) is int and reshard < shard:
+        cut = _plan_flat(members, reshard)
+        regather = Regather(mesh.cut(reshard), cut, collective("all_gather", compute, cut, reshard, reshard))
     return Bucket(
         index,
         mesh,
@@ -239,11 +309,13 @@ def _plan_bucket(
         compute,
         reduce,
         reduce if mp.apply_grad_on_fp32_main_grad else dtype,
+        mean_over,
         params,
         grads,
         gather=collective("all_gather", compute, params, shard, shard),
         reduce_scatter=collective("reduce_scatter", reduce, grads, shard, shard),
         all_reduce=collective("all_reduce", reduce, grads, replicate, 1),
+        regather=regather,
     )
 
 

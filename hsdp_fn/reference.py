@@ -37,7 +37,8 @@ class Flight:
 
 
 class ReferenceBackend:
-    """The `Backend` protocol over numpy arrays of shape ``[ranks, ...]``. Has no bfloat16."""
+    """The `Backend` protocol over numpy arrays of shape ``[ranks, ...]``. Has no bfloat16. Meshes of a layout must all
+    be over the same ranks, in any order and shape."""
 
     name = "reference"
 
@@ -49,16 +50,17 @@ class ReferenceBackend:
         return np.repeat(np.asarray(value)[None], self.mesh.size, axis=0)
 
     def check(self, layout: Layout) -> None:
-        if layout.mesh.ranks != self.mesh.ranks:
-            raise MeshError(f"the layout is for ranks {layout.mesh.ranks}, this backend for {self.mesh.ranks}")
+        for mesh in dict.fromkeys([layout.mesh, *(b.mesh for unit in layout.units for b in unit.buckets)]):
+            if sorted(mesh.ranks) != sorted(self.mesh.ranks):
+                raise MeshError(f"the layout is for ranks {mesh.ranks}, this backend for {self.mesh.ranks}")
         for unit in layout.units:
             for b in unit.buckets:
                 if "bfloat16" in (b.dtype, b.compute_dtype, b.reduce_dtype) or b.dtype.startswith("float8"):
                     names = [m.spec.name for m in b.params.members]
                     raise BackendError(f"the reference backend has no bfloat16 or float8; asked for by {names}")
 
-    def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
-        return [message] * mesh.size
+    def exchange(self, message: str) -> dict[int, str]:
+        return dict.fromkeys(self.mesh.ranks, message)  # one program stands for all ranks
 
     def prepare(self, layout: Layout) -> None:
         pass
@@ -87,11 +89,14 @@ class ReferenceBackend:
         out = np.zeros((mesh.size, flat.numel), params[0].dtype)
         for member, param in zip(flat.members, params, strict=True):
             stored = self._stored(out, member)
-            for i, rank in enumerate(mesh.ranks):
+            for i, rank in enumerate(self.mesh.ranks):
                 start, stop = member.rows(mesh.shard_index(rank))
                 rows = np.moveaxis(param[i], member.dim, 0)[start:stop]
                 np.moveaxis(stored[i], member.dim, 0)[: stop - start] = rows
         return out
+
+    def piece(self, mesh: MeshSpec, flat: Flat, full: Sequence[Tensor]) -> Tensor:
+        return self.shard_params(mesh, flat, full)
 
     def split(self, mesh: MeshSpec, flat: Flat, shard: Tensor) -> tuple[Tensor, ...]:
         return tuple(self._stored(shard, member) for member in flat.members)
@@ -102,7 +107,7 @@ class ReferenceBackend:
             stored = self._stored(out, member)
             if new is not None:
                 stored[...] = new
-            for i, rank in enumerate(mesh.ranks):
+            for i, rank in enumerate(self.mesh.ranks):
                 start, stop = member.rows(mesh.shard_index(rank))
                 np.moveaxis(stored[i], member.dim, 0)[stop - start :] = 0
         return out
@@ -150,7 +155,7 @@ class ReferenceBackend:
         return tuple(np.ascontiguousarray(t) for t in out)
 
     def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, Flight]:
-        value = np.stack([shard[self._places(mesh, rank, mesh.shard)].reshape(-1) for rank in mesh.ranks])
+        value = np.stack([shard[self._places(mesh, rank, mesh.shard)].reshape(-1) for rank in self.mesh.ranks])
         return self._launch(value)
 
     def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, Flight]:
@@ -158,13 +163,15 @@ class ReferenceBackend:
         value = np.stack(
             [
                 chunks[self._places(mesh, r, mesh.shard), mesh.shard_index(r)].sum(0, dtype=packed.dtype)
-                for r in mesh.ranks
+                for r in self.mesh.ranks
             ]
         )
         return self._launch(value)
 
     def all_reduce(self, mesh: MeshSpec, buffer: Tensor) -> tuple[Tensor, Flight]:
-        value = np.stack([buffer[self._places(mesh, r, mesh.replicate)].sum(0, dtype=buffer.dtype) for r in mesh.ranks])
+        value = np.stack(
+            [buffer[self._places(mesh, r, mesh.replicate)].sum(0, dtype=buffer.dtype) for r in self.mesh.ranks]
+        )
         return self._launch(value)
 
     def wait(self, handle: Flight | None) -> None:
@@ -176,7 +183,7 @@ class ReferenceBackend:
         return output, Flight(output, value)
 
     def _places(self, mesh: MeshSpec, rank: int, axes: tuple[str, ...]) -> list[int]:
-        return [mesh.ranks.index(r) for r in mesh.group(rank, axes)]
+        return [self.mesh.ranks.index(r) for r in mesh.group(rank, axes)]
 
     @staticmethod
     def _stored(flats: Array, member: Member) -> Array:

@@ -15,7 +15,8 @@ def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = Tr
 
     Holds when the units run once each, in the layout's order, inside the root, and every trainable parameter gets a
     gradient. For ``U`` units and a root, of one bucket each: with resharding ``2U + 1`` gathers and ``U + 1``
-    reduce-scatters, else ``U + 1`` of each.
+    reduce-scatters, else ``U + 1`` of each. A unit that is resharded to smaller groups is gathered over these in
+    backward.
 
     Args:
         sync: how far gradients are reduced.
@@ -35,7 +36,7 @@ def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = Tr
         for unit in units:
             if unit.reshard_after_forward and unit.name not in gathered:
                 gathered.add(unit.name)
-                out.extend(_gathers(unit))
+                out.extend(_regathers(unit))
 
     owed: list[Collective] = []
     for i, unit in enumerate(order):
@@ -70,6 +71,13 @@ def totals(collectives: Iterable[Collective]) -> dict[str, CommTotal]:
 
 def _gathers(unit: UnitLayout) -> list[Collective]:
     return [b.gather for b in unit.buckets if b.gather is not None]
+
+
+def _regathers(unit: UnitLayout) -> list[Collective]:
+    if type(unit.reshard_after_forward) is bool:
+        return _gathers(unit)
+    gathers = [b.gather if b.regather is None else b.regather.gather for b in unit.buckets]
+    return [g for g in gathers if g is not None]
 
 
 def _reduce(unit: UnitLayout, sync: Sync, owed: list[Collective], out: list[Collective]) -> list[Collective]:

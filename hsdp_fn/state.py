@@ -91,6 +91,7 @@ class Pending:
         handles: one a bucket; None where nothing runs.
         sync: how far a reduction goes; None for a gather.
         present: which parameters contributed a gradient, in the unit's order; empty for a gather.
+        regathering: of a gather, from smaller groups than all shard ranks (see `Regrouped`).
         summed: of a reduction, for each bucket whether its output will be the sum over all ranks it has to reach, or
             still owes the sum over the replicate group.
     """
@@ -103,6 +104,7 @@ class Pending:
     sync: Sync | None = None
     present: tuple[bool, ...] = ()
     summed: tuple[bool, ...] = ()
+    regathering: bool = False
 
     def read(self) -> None:
         """Raise: what a collective writes can't be read before `wait`."""
@@ -125,6 +127,19 @@ class GradShards:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Regrouped:
+    """Parameters of a unit between forward and backward, split over groups smaller than all shard ranks
+    (``reshard_after_forward`` as an int). Derived: dropping it loses nothing.
+
+    Attributes:
+        flats: this rank's piece of each bucket, in compute dtype, laid out as ``bucket.regather.params``; None where
+            the bucket is gathered from its masters.
+    """
+
+    flats: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class UnitState:
     """One unit. Its phases follow from which fields are set.
 
@@ -132,8 +147,8 @@ class UnitState:
         name: the unit's name.
         master: one flat shard a bucket, in the parameters' own dtype. The truth: only `apply_updates` and
             `load_masters` change it.
-        full: full parameters in the unit's order, in compute dtype; a `Pending` while they are gathered; None while
-            sharded. Derived: dropping it loses nothing.
+        full: full parameters in the unit's order, in compute dtype; a `Pending` while they are gathered; `Regrouped`
+            while they are split over smaller groups; None while sharded. Derived: dropping it loses nothing.
         acc_full: whole gradients of microbatches with ``Sync.NONE``, in accumulation dtype, in the unit's order; None
             for a parameter without one. Can't be derived.
         acc_partial: gradients of microbatches with ``Sync.SHARD``, reduced over the shard group only, not yet divided,
@@ -144,7 +159,7 @@ class UnitState:
 
     name: str
     master: tuple[Tensor, ...]
-    full: tuple[Tensor, ...] | Pending | None = None
+    full: tuple[Tensor, ...] | Pending | Regrouped | None = None
     acc_full: tuple[Tensor | None, ...] | None = None
     acc_partial: GradShards | None = None
     reducing: Pending | None = None
@@ -155,6 +170,8 @@ class UnitState:
         """Where the full parameters are."""
         if self.full is None:
             return ParamPhase.SHARDED
+        if isinstance(self.full, Regrouped):
+            return ParamPhase.REGROUPED
         return ParamPhase.GATHERING if isinstance(self.full, Pending) else ParamPhase.UNSHARDED
 
     @property
@@ -223,6 +240,7 @@ def _unflatten_state(meta: tuple[Layout, Frozen, Token], children: Any) -> HSDPS
 NODES: tuple[tuple[type, Callable[[Any], tuple[Any, ...]], Callable[[Any, Any], Any]], ...] = (
     (Pending, _flatten_pending, _unflatten_pending),
     (GradShards, lambda g: ((g.flats,), g.present, ("flats",)), lambda present, c: GradShards(c[0], present)),
+    (Regrouped, lambda r: ((r.flats,), None, ("flats",)), lambda _, c: Regrouped(c[0])),
     (UnitState, _flatten_unit, lambda name, children: UnitState(name, *children)),
     (HSDPState, _flatten_state, _unflatten_state),
 )

@@ -15,31 +15,39 @@ from .backend import Backend, Handle, Tensor
 from .layout import Bucket, Collective, UnitLayout
 from .lifecycle import Op, check
 from .policy import Sync
-from .state import GradShards, Pending, UnitState
+from .state import GradShards, Pending, Regrouped, UnitState
 
 Log = list[Collective]
 
 
 def start_gather(unit: UnitState, plan: UnitLayout, backend: Backend, log: Log) -> UnitState:
-    """Communicates: one all-gather a bucket over its shard group. SHARDED -> GATHERING; otherwise the unit itself."""
-    if unit.full is not None:
+    """Communicates: one all-gather a bucket over its shard group, or over the smaller group that the unit was resharded
+    to. SHARDED or REGROUPED -> GATHERING; otherwise the unit itself."""
+    if unit.full is not None and not isinstance(unit.full, Regrouped):
         return unit
     check(unit.name, unit.params_phase, unit.grads_phase, Op.UNSHARD)
     outputs: list[Tensor] = []
     keepalive: list[Tensor] = []
     handles: list[Handle] = []
+    regathering = isinstance(unit.full, Regrouped)
+    pieces = unit.full.flats if isinstance(unit.full, Regrouped) else (None,) * len(plan.buckets)
     with _Awaiting(backend, handles):
-        for bucket, master in zip(plan.buckets, unit.master, strict=True):
-            source = backend.load(master, bucket.compute_dtype)
+        for bucket, master, piece in zip(plan.buckets, unit.master, pieces, strict=True):
+            if piece is not None and bucket.regather is not None:
+                mesh, gather, source = bucket.regather.mesh, bucket.regather.gather, piece
+            else:
+                mesh, gather, source = bucket.mesh, bucket.gather, backend.load(master, bucket.compute_dtype)
             # Without a gather full parameters would be the masters' own memory; an edit in place would reach them.
-            output, handle = backend.clone(source) if source is master and bucket.gather is None else source, None
-            if bucket.gather is not None:
-                output, handle = backend.all_gather(bucket.mesh, source)
-                log.append(bucket.gather)
+            output, handle = backend.clone(source) if source is master and gather is None else source, None
+            if gather is not None:
+                output, handle = backend.all_gather(mesh, source)
+                log.append(gather)
             outputs.append(output)
             keepalive.append(source)
             handles.append(handle)
-    pending = Pending("all_gather", unit.name, tuple(outputs), tuple(keepalive), tuple(handles))
+    pending = Pending(
+        "all_gather", unit.name, tuple(outputs), tuple(keepalive), tuple(handles), regathering=regathering
+    )
     return UnitState(unit.name, unit.master, pending, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
 
@@ -50,11 +58,11 @@ def finish_gather(unit: UnitState, plan: UnitLayout, backend: Backend) -> UnitSt
         return unit
     await_all(backend, pending.handles)
     if len(plan.buckets) == 1:  # members are then in the unit's order
-        full = backend.unpack(plan.buckets[0].mesh, plan.buckets[0].params, pending.outputs[0])
+        full = _unpacked(plan.buckets[0], pending, pending.outputs[0], backend)
     else:
         placed: list[Tensor] = [None] * len(plan.params)
         for bucket, output in zip(plan.buckets, pending.outputs, strict=True):
-            tensors = backend.unpack(bucket.mesh, bucket.params, output)
+            tensors = _unpacked(bucket, pending, output, backend)
             for member, tensor in zip(bucket.params.members, tensors, strict=True):
                 placed[member.index] = tensor
         full = tuple(placed)
@@ -62,11 +70,30 @@ def finish_gather(unit: UnitState, plan: UnitLayout, backend: Backend) -> UnitSt
 
 
 def reshard(unit: UnitState) -> UnitState:
-    """Does not communicate: drops the full parameters. UNSHARDED -> SHARDED; illegal while they are gathered."""
+    """Does not communicate: drops the full parameters, or pieces of them. UNSHARDED or REGROUPED -> SHARDED; illegal
+    while they are gathered."""
     if unit.full is None:
         return unit
     check(unit.name, unit.params_phase, unit.grads_phase, Op.SHARD)
     return UnitState(unit.name, unit.master, None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
+
+
+def reshard_after_forward(unit: UnitState, plan: UnitLayout, backend: Backend) -> UnitState:
+    """Does not communicate: `reshard`, but where the plan says a group size, this rank keeps its piece of its group's.
+    UNSHARDED -> REGROUPED then; REGROUPED stays so."""
+    pieces = isinstance(unit.full, (tuple, Regrouped)) and any(b.regather for b in plan.buckets)
+    if not pieces or type(plan.reshard_after_forward) is bool:
+        return reshard(unit)
+    if not isinstance(unit.full, tuple):
+        return unit
+    flats = tuple(
+        backend.piece(b.regather.mesh, b.regather.params, [unit.full[m.index] for m in b.regather.params.members])
+        if b.regather is not None
+        else None
+        for b in plan.buckets
+    )
+    full = Regrouped(flats)
+    return UnitState(unit.name, unit.master, full, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
 
 def start_reduce(
@@ -115,7 +142,7 @@ def start_reduce(
             output = source = handle = None
             done = False
             if bucket.grads is not None and any(present[m.index] for m in bucket.grads.members):
-                before, _ = plan.reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
+                before, _ = plan.reduction.factors(bucket.mean_over, bucket.reduce_dtype)
                 tensors = [held[m.index] for m in bucket.grads.members]
                 output = source = backend.pack(bucket.mesh, bucket.grads, tensors, bucket.reduce_dtype, before)
                 if bucket.reduce_scatter is not None:
@@ -224,6 +251,12 @@ def await_all(backend: Backend, handles: Sequence[Handle]) -> None:
         raise failure
 
 
+def _unpacked(bucket: Bucket, pending: Pending, output: Tensor, backend: Backend) -> tuple[Tensor, ...]:
+    if pending.regathering and bucket.regather is not None:
+        return backend.unpack(bucket.regather.mesh, bucket.regather.params, output)
+    return backend.unpack(bucket.mesh, bucket.params, output)
+
+
 def _accumulate(
     unit: UnitState, plan: UnitLayout, backend: Backend, grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...] | None:
@@ -256,7 +289,7 @@ def _finished(
         if total is None:
             flats.append(before)
             continue
-        _, after = plan.reduction.factors(bucket.mesh.data_parallel_size, bucket.reduce_dtype)
+        _, after = plan.reduction.factors(bucket.mean_over, bucket.reduce_dtype)
         total = backend.store(total, bucket.grad_dtype, after, donate=mine[i])
         flats.append(total if before is None else backend.add(before, total, bucket.grad_dtype))
     if old is not None:

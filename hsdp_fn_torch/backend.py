@@ -20,12 +20,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hsdp_fn import BackendError, CPUOffloadPolicy, HSDPState, Layout, MeshError, MeshSpec, OffloadPolicy
+from hsdp_fn import (
+    BackendError,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    HSDPState,
+    Layout,
+    MeshError,
+    MeshSpec,
+    OffloadPolicy,
+)
 from hsdp_fn.dtypes import ITEMSIZE, dtype_name
 from hsdp_fn.layout import Flat, Member
 
 from . import flat as flats
-from .mesh import Groups
+from .mesh import mesh_spec, process_group
 from .pool import BufferPool
 
 if TYPE_CHECKING:
@@ -46,32 +55,52 @@ class TorchBackend:
     """One rank's collectives and copies.
 
     Args:
-        mesh: 1-D or 2-D data-parallel mesh whose process groups exist.
+        mesh: whose process groups exist; its data-parallel axes as in `mesh_spec`. Layouts may have buckets on other
+            meshes too: groups are looked up by their ranks.
+        dp_mesh_dims: the data-parallel axes of a larger mesh.
+        spec: what `mesh_spec` has made of the two, if it is known.
         offload_policy: where masters and gradients are kept; must equal the layout's.
 
     Raises:
         MeshError: this process isn't in the mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, offload_policy: OffloadPolicy | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        dp_mesh_dims: DataParallelMeshDims | None = None,
+        spec: MeshSpec | None = None,
+        offload_policy: OffloadPolicy | None = None,
+    ) -> None:
         if mesh.get_coordinate() is None:
             raise MeshError(f"this process (rank {dist.get_rank()}) isn't in the mesh {mesh}")
         self.rank = dist.get_rank()
         self.device = _device_of(mesh)
         self.offload = offload_policy or OffloadPolicy()
-        self._groups = Groups(mesh)
-        self._separate: dict[tuple[str, ...], dist.ProcessGroup] = {}  # of reduce-scatters; see `UnitComm`
+        self.spec = spec or mesh_spec(mesh, dp_mesh_dims)
+        own = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        self._own = {tuple(dist.get_process_group_ranks(group)): group for group in own}
+        self._groups: dict[tuple[MeshSpec, tuple[str, ...]], dist.ProcessGroup] = {}
+        self._separate: dict[MeshSpec, dist.ProcessGroup] = {}  # of reduce-scatters; see `UnitComm`
         self._plans: dict[Flat, flats.FlatPlan] = {}
         self.home, self._pin = self.device, False  # where shards are kept
         if isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu":
             self.home, self._pin = torch.device("cpu"), self.offload.pin_memory
         self.pool = BufferPool(self.device)  # large buffers, reused while a frame runs
         self._copies: list[torch.Event] = []  # between host and device, not known to have ended
-        self.name = f"torch {dist.get_backend(self._groups.all())} on {self.device}"
+        self._kind = dist.get_backend(own[0])
+        self.name = f"torch {self._kind} on {self.device}"
 
-    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        """The process group along these axes of the mesh; made on first use, by all ranks together."""
-        return self._groups.along(axes)
+    def group(self, mesh: MeshSpec, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The process group of this rank along axes of a mesh, flattened: of the backend's own mesh if it has one of
+        these ranks, else one for all backends; see `process_group`."""
+        group = self._groups.get((mesh, axes))
+        if group is None:
+            ranks = mesh.group(self.rank, axes)
+            group = self._own.get(ranks) or process_group(self.device.type, ranks)
+            self._groups[mesh, axes] = group
+        return group
 
     def for_unit(self, comm: UnitComm | None) -> TorchBackend:
         """The backend of a unit that communicates as ``comm`` says; this very one while that says nothing special, so
@@ -100,38 +129,42 @@ class TorchBackend:
                 f"the layout is for ranks {layout.mesh.ranks}, but this is rank {self.rank} of a world of {world}; "
                 f"plan again for this world"
             )
-        here = set(dist.get_process_group_ranks(self._groups.all()))
-        if set(layout.mesh.ranks) != here:
+        if set(layout.mesh.ranks) != set(self.spec.ranks):
             raise MeshError(
-                f"the layout is for ranks {sorted(layout.mesh.ranks)}, the backend's mesh for {sorted(here)}"
+                f"the layout is for ranks {sorted(layout.mesh.ranks)}, the backend's mesh for {sorted(self.spec.ranks)}"
             )
         if layout.offload != self.offload:
             raise BackendError(
                 f"the layout has {layout.offload}, the backend {self.offload}; give both the same policy"
             )
-        kind = dist.get_backend(self._groups.all())
         for unit in layout.units:
             for b in unit.buckets:
-                if b.reduce_dtype in _NO_REDUCE.get(kind, ()) and b.grads is not None:
+                if self.rank not in b.mesh.ranks:
+                    names = [m.spec.name for m in b.params.members]
+                    raise MeshError(f"parameters {names} are on ranks {b.mesh.ranks}, without this rank {self.rank}")
+                if b.reduce_dtype in _NO_REDUCE.get(self._kind, ()) and b.grads is not None:
                     names = [m.spec.name for m in b.grads.members]
-                    raise BackendError(f"{kind} can't reduce {b.reduce_dtype} gradients, asked for by {names}")
+                    raise BackendError(f"{self._kind} can't reduce {b.reduce_dtype} gradients, asked for by {names}")
 
-    def exchange(self, mesh: MeshSpec, message: str) -> list[str]:
+    def exchange(self, message: str) -> dict[int, str]:
         """See `Backend.exchange`."""
-        group = self._groups.all()
-        ranks = dist.get_process_group_ranks(group)
-        answers: list[str] = [""] * len(ranks)
-        dist.all_gather_object(answers, message, group=group)
-        by_rank = dict(zip(ranks, answers, strict=True))
-        return [by_rank.get(r, "not in the mesh") for r in mesh.ranks]
+        known, mesh = {self.rank: message}, self.spec
+        for axes in (mesh.shard, mesh.replicate):  # along one, then along the other: no group of all ranks is needed
+            if axes and len(mesh.group(self.rank, axes)) > 1:
+                group = self.group(mesh, axes)
+                answers: list[dict[int, str]] = [{}] * dist.get_world_size(group)
+                dist.all_gather_object(answers, known, group=group)
+                known = {rank: text for answer in answers for rank, text in answer.items()}
+        return dict(sorted(known.items()))
 
     def prepare(self, layout: Layout) -> None:
         """See `Backend.prepare`."""
         for unit in layout.units:
             for bucket in unit.buckets:
-                for axes in (bucket.mesh.shard, bucket.mesh.replicate):
-                    if axes:
-                        self.group(axes)
+                for mesh in (bucket.mesh, *((bucket.regather.mesh,) if bucket.regather else ())):
+                    for axes in (mesh.shard, mesh.replicate):
+                        if axes:
+                            self.group(mesh, axes)
 
     def storage(self, tensor: Tensor) -> int:
         """See `Backend.storage`."""
@@ -171,6 +204,13 @@ class TorchBackend:
         shard = torch.zeros(flat.numel, dtype=dtype, device=self.home, pin_memory=self._pin)
         with torch.no_grad():
             flats.shard_of(self._plan(mesh, flat), params, shard)
+        return shard
+
+    def piece(self, mesh: MeshSpec, flat: Flat, full: Sequence[Tensor]) -> Tensor:
+        """See `Backend.piece`."""
+        shard = torch.zeros(flat.numel, dtype=full[0].dtype, device=self.device)
+        with torch.no_grad():
+            flats.shard_of(self._plan(mesh, flat), full, shard)
         return shard
 
     def split(self, mesh: MeshSpec, flat: Flat, shard: Tensor) -> tuple[Tensor, ...]:
@@ -254,16 +294,16 @@ class TorchBackend:
         """See `Backend.all_gather`."""
         out = self.pool.take(shard.numel() * mesh.shard_size, shard.dtype)
         to, source = (out.view(torch.uint8), shard.view(torch.uint8)) if shard.dtype.itemsize == 1 else (out, shard)
-        return out, getattr(dist, _ALL_GATHER)(to, source, group=self.group(mesh.shard), async_op=True)
+        return out, getattr(dist, _ALL_GATHER)(to, source, group=self.group(mesh, mesh.shard), async_op=True)
 
     def reduce_scatter(self, mesh: MeshSpec, packed: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.reduce_scatter`."""
         out = torch.empty(packed.numel() // mesh.shard_size, dtype=packed.dtype, device=packed.device)
-        return out, getattr(dist, _REDUCE_SCATTER)(out, packed, group=self.group(mesh.shard), async_op=True)
+        return out, getattr(dist, _REDUCE_SCATTER)(out, packed, group=self.group(mesh, mesh.shard), async_op=True)
 
     def all_reduce(self, mesh: MeshSpec, buffer: Tensor) -> tuple[Tensor, dist.Work]:
         """See `Backend.all_reduce`."""
-        return buffer, dist.all_reduce(buffer, group=self.group(mesh.replicate), async_op=True)
+        return buffer, dist.all_reduce(buffer, group=self.group(mesh, mesh.replicate), async_op=True)
 
     def wait(self, handle: dist.Work | None) -> None:
         """See `Backend.wait`."""

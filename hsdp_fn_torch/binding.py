@@ -60,7 +60,7 @@ class Tables:
         """Note what stands there now, for `uninstall` to put back."""
         self._own = [self.standing(index) for index in range(len(self._slots))]
 
-    def install(self, index: int, tensors: Sequence[Tensor]) -> None:
+    def install(self, index: int, tensors: Sequence[Tensor] | dict[int, Tensor]) -> None:
         """Put a unit's full parameters where its modules look for them."""
         self._installed[index] = True
         for table, name, at in self._slots[index]:
@@ -81,6 +81,10 @@ class Tables:
         if self._installed[index]:
             return self._own[index]
         return [table[name] for table, name, _ in self._slots[index]]
+
+    def own_tensors(self, index: int) -> dict[int, Any]:
+        """What stands there outside a frame, by the parameters' places in the unit."""
+        return {at: own for (_, _, at), own in zip(self._slots[index], self.standing(index), strict=True)}
 
     def leave(self, index: int) -> None:
         """A unit's full parameters stay where they are while nobody runs."""

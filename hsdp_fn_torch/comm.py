@@ -291,7 +291,7 @@ class UnitBackend(TorchBackend):
         custom = self.comm.all_gather
         if custom is None and not self.comm.allocate_from_group:
             return super().all_gather(mesh, shard)
-        group, numel = self.group(mesh.shard), shard.numel() * mesh.shard_size
+        group, numel = self.group(mesh, mesh.shard), shard.numel() * mesh.shard_size
         if custom is None:
             out = self._from_group(group, numel, shard.dtype)
             return out, getattr(dist, _ALL_GATHER)(out, shard, group=group, async_op=True)
@@ -317,10 +317,10 @@ class UnitBackend(TorchBackend):
     def _reduce_group(self, mesh: MeshSpec) -> dist.ProcessGroup:
         """The reduce-scatter's group. Making one of its own communicates, among its ranks only."""
         if not self.comm.separate_reduce_scatter_group:
-            return self.group(mesh.shard)
-        group = self._separate.get(mesh.shard)
+            return self.group(mesh, mesh.shard)
+        group = self._separate.get(mesh)
         if group is None:
-            group = self._separate[mesh.shard] = separate_group(self.group(mesh.shard))
+            group = self._separate[mesh] = separate_group(self.group(mesh, mesh.shard))
         return group
 
     def _buffer(self, comm: Comm, numel: int, dtype: torch.dtype, *, pooled: bool = True) -> Tensor:

@@ -41,11 +41,12 @@ def differentiable_unshard(state: HSDPState, rows: Mapping[str, Tensor]) -> dict
     out: dict[str, Tensor] = {}
     for plan in state.layout.units:
         for bucket in plan.buckets:
-            before, after = plan.reduction.factors(bucket.mesh.data_parallel_size, "float32")
-            shard = backend.group(bucket.mesh.shard).group_name if bucket.mesh.shard_size > 1 else ""
-            replicate = backend.group(bucket.mesh.replicate).group_name if bucket.mesh.replicate_size > 1 else ""
-            how = (bucket.mesh.shard_size, shard, replicate, False)
-            index = bucket.mesh.shard_index(backend.rank)
+            before, after = plan.reduction.factors(bucket.mean_over, "float32")
+            mesh = bucket.mesh
+            shard = backend.group(mesh, mesh.shard).group_name if mesh.shard_size > 1 else ""
+            replicate = backend.group(mesh, mesh.replicate).group_name if mesh.replicate_size > 1 else ""
+            how = (mesh.shard_size, shard, replicate, False)
+            index = mesh.shard_index(backend.rank)
             for member in bucket.params.members:
                 _check_rows(rows, member, index)
             flat = _flatten([rows[m.spec.name] for m in bucket.params.members], bucket.params, index)

@@ -7,7 +7,6 @@ DTensors over this rank's shard. What then happens in forward and backward is in
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -27,12 +26,15 @@ from hsdp_fn import (
     PolicyError,
     ReductionPolicy,
 )
+from hsdp_fn.planner import reshard_size
 
 from .backend import TorchBackend
 from .comm import UnitComm
 from .compiling import not_traced
-from .group import Group, Settings, ShardPlacementFn, group_of
+from .group import Group, Settings, group_of
+from .mesh import DataMesh, data_mesh
 from .module import HSDPModule, require_bool
+from .planning import ShardPlacementFn
 from .roots import tree_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -67,18 +69,25 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered and reduced as one unit.
-        mesh: 1-D shards; 2-D replicates over axis 0 and shards over axis 1. None: all ranks, 1-D, on the CPU or the
-            present accelerator. Parameters may be DTensors on a tensor-parallel mesh beside it.
-        reshard_after_forward: free full parameters after forward. None: True, except at the root. An int: the size of
-            the group they are kept over; 1 means False, the number of shard ranks True, others come later.
-        shard_placement_fn: called with each parameter; a ``Shard(dim)``, or None for ``Shard(0)``.
+        mesh: 1-D shards; 2-D replicates over axis 0 and shards over axis 1; with ``dp_mesh_dims`` any. None: all ranks,
+            1-D, on the CPU or the present accelerator. Parameters may be DTensors on a tensor-parallel mesh beside it.
+        reshard_after_forward: free full parameters after forward. None: True, except at the root. An int: keep them
+            over groups of so many neighbouring shard ranks, which backward gathers over; it must divide the number of
+            shard ranks. 1 means False, all of them True.
+        shard_placement_fn: called with each parameter; a ``Shard(dim)``, None for ``Shard(0)``, or a
+            `ShardPlacementResult` with a mesh of the parameter's own (a routed expert's). One collective for each mesh
+            and dtype. Gradients are divided by the number of data-parallel ranks of the unit's mesh (or its own, if
+            that has more), whose batches an expert's tokens came from.
         mp_policy, offload_policy: see these classes.
         ignored_params: left alone altogether.
         replicate_params: kept whole on every rank; their gradients are all-reduced.
         comm_fusion: one collective for all parameters of a dtype. False: one a parameter, for debugging.
         comm_fusion_zero_copy: gather from the masters' own memory and, where the layout allows it, into that of the
             parameters. None: True. False copies at both ends.
-        dp_mesh_dims: comes later.
+        dp_mesh_dims: which axes of ``mesh`` carry data parallelism: several shard axes act as one, several replicate
+            axes likewise. Parameters are DTensors on that mesh, ``Replicate()`` along these axes, and keep their other
+            placements; in forward they are what they were. Plain tensors are taken where the mesh has no other axes.
+            Of a gradient, the local tensor counts along these axes, whether Partial or Replicate.
 
     Returns:
         The very object given.
@@ -88,15 +97,17 @@ def fully_shard(
         before; NotImplementedError: not supported yet, or a tensor subclass. The module is unchanged then.
     """
     modules = _modules(module, "fully_shard")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims isn't supported yet; pass the data-parallel submesh: mesh[dims]")
     require_bool("comm_fusion", comm_fusion)
     if comm_fusion_zero_copy is not None:
         require_bool("comm_fusion_zero_copy", comm_fusion_zero_copy)
-    mesh = _mesh(mesh)
-    reshard = _reshard(reshard_after_forward, mesh)
+    data = data_mesh(_mesh(mesh), _mesh_dims(dp_mesh_dims))
+    if shard_placement_fn is not None and not data.spec.shard:
+        raise MeshError("shard_placement_fn needs a mesh with a shard axis; dp_mesh_dims names replicate axes only")
+    reshard = reshard_after_forward
+    if reshard is not None:
+        reshard = reshard_size(reshard, data.spec.shard_size, "fully_shard")
     settings = Settings(reshard, _mp_policy(mp_policy), ReductionPolicy(), fused=comm_fusion)
-    group = Group(modules, mesh, _backend(mesh, _offload_policy(offload_policy)), settings)
+    group = Group(modules, data, _backend(data, _offload_policy(offload_policy)), settings)
     group.comm = UnitComm(zero_copy=comm_fusion_zero_copy is not False)
     _take(group, HSDPModule, ignored_params, replicate_params, shard_placement_fn)
     return module
@@ -112,12 +123,12 @@ def replicate(
 ) -> M | list[nn.Module]:
     """Data parallelism without sharding, as a unit of its own: parameters whole on every rank, gradients all-reduced
     over all ranks of the mesh. The class becomes ``Replicate{Orig}`` with bases ``(ReplicateModule, Orig)``. May stand
-    beside and below modules of `fully_shard` that have the same ranks. Arguments, returns and errors: as there.
+    beside and below modules of `fully_shard`, on the same mesh or another. Arguments, returns and errors: as there.
     """
     modules = _modules(module, "replicate")
-    mesh = _mesh(mesh)
+    data = data_mesh(_mesh(mesh))
     settings = Settings(False, _mp_policy(mp_policy), ReductionPolicy(), whole=True)
-    group = Group(modules, mesh, _backend(mesh, _offload_policy(offload_policy)), settings)
+    group = Group(modules, data, _backend(data, _offload_policy(offload_policy)), settings)
     _take(group, ReplicateModule, ignored_params, None, None)
     return module
 
@@ -282,35 +293,21 @@ def _offload_policy(policy: object) -> OffloadPolicy:
     return policy
 
 
-def _reshard(value: object, mesh: DeviceMesh) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise PolicyError(f"reshard_after_forward must be a bool, an int or None, found {value!r}")
-    ranks = mesh.size(mesh.ndim - 1)
-    if value < 1 or ranks % value:
-        raise PolicyError(f"reshard_after_forward={value} doesn't divide the number of shard ranks, {ranks}")
-    if value == ranks:
-        return True
-    if value == 1:
-        warnings.warn("reshard_after_forward=1 keeps whole parameters on each rank: it means False", stacklevel=3)
-        return False
-    raise NotImplementedError(f"reshard_after_forward={value} of {ranks} shard ranks isn't supported yet; use a bool")
+def _mesh_dims(dims: object) -> DataParallelMeshDims | None:
+    """Ours, or torch's of the same fields."""
+    if dims is None or isinstance(dims, DataParallelMeshDims):
+        return dims
+    if type(dims).__name__ == "DataParallelMeshDims":
+        given: Any = dims
+        return DataParallelMeshDims(given.shard, given.replicate)
+    raise MeshError(f"dp_mesh_dims must be a DataParallelMeshDims of hsdp_fn, found {dims!r}")
 
 
-class _Backends(dict[OffloadPolicy, TorchBackend]):
-    """What a mesh holds of ours. A pickled or copied mesh begins without."""
-
-    def __reduce__(self) -> tuple[type[_Backends], tuple[()]]:
-        return _Backends, ()
-
-
-def _backend(mesh: DeviceMesh, offload: OffloadPolicy) -> TorchBackend:
-    # On the mesh itself: meshes compare equal after their groups were destroyed and made anew.
-    backends: _Backends = mesh.__dict__.setdefault("_hsdp_backends", _Backends())
-    if offload not in backends:
-        backends[offload] = TorchBackend(mesh, offload_policy=offload)
-    return backends[offload]
+def _backend(data: DataMesh, offload: OffloadPolicy) -> TorchBackend:
+    if offload not in data.backends:
+        data.backends[offload] = TorchBackend(data.mesh, spec=data.spec, offload_policy=offload)
+    backend: TorchBackend = data.backends[offload]
+    return backend
 
 
 def _mesh(mesh: object) -> DeviceMesh:

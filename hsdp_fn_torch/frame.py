@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsdp_fn import GradientError, GradPhase, HSDPState, PhaseError, ReductionPolicy, Sync
+from hsdp_fn import GradientError, GradPhase, HSDPState, PhaseError, ReductionPolicy, Regrouped, Sync
 
 from .backend import TorchBackend
 from .binding import Binding, Tables, edited_text
 from .casting import cast_floating
+from .dtensor import piece
 from .gather import SavedParams, attach, plainly, watch
+from .mesh import mesh_of_group
 from .reducer import Reducer
 from .trace import span
 from .units import Units
@@ -137,7 +139,7 @@ class Frame(Units):
                 use.attached, use.over, use.ran = attach(self, index, full), False, True
             full = use.attached
         if self._binding is not None:
-            self._binding.install(index, full)
+            self._binding.install(index, full if full is use.attached else self.presented(index))
         return full
 
     def look(self, index: int) -> tuple[Tensor, ...]:
@@ -165,14 +167,13 @@ class Frame(Units):
         if final():
             use.over = True
             self.order.finish(index)
-            if self.handling[index].reshard_after_forward:
-                self.reshard(index)
+            self.reshard_after_forward(index)
 
     def complete(self, index: int) -> None:
         """A unit of which only some modules ran has run."""
         self.order.finish(index)
-        if self.handling[index].reshard_after_forward and not self.uses[index].held:
-            self.reshard(index)
+        if not self.uses[index].held:
+            self.reshard_after_forward(index)
 
     def start_unshard(self, index: int) -> None:
         """Start gathering a unit by hand."""
@@ -349,6 +350,8 @@ class Frame(Units):
                 continue
             if isinstance(use.state.full, tuple) and (use.held or not way.reshard_after_forward):
                 self._leave_in_place(index)
+            elif isinstance(use.state.full, Regrouped):
+                self._leave_pieces(index, use.state.full)
             else:
                 self._binding.uninstall(index)
 
@@ -376,6 +379,24 @@ class Frame(Units):
             self._binding.install(index, use.attached or self.presented(index))
             self._binding.leave(index)
 
+    def _leave_pieces(self, index: int, regrouped: Regrouped) -> None:
+        """Parameters stand in the modules as DTensors over the smaller groups that they have been resharded to."""
+        way, binding = self.handling[index], self._binding
+        if binding is None:
+            return
+        binding.uninstall(index)
+        if way.standings is not None:
+            return  # of tensor parallelism: which mesh joins both isn't known
+        tensors = binding.own_tensors(index)
+        for bucket, flat in zip(self.layout.units[index].buckets, regrouped.flats, strict=True):
+            if bucket.regather is not None and flat is not None:
+                backend, (mesh, params) = self.backends[index], (bucket.regather.mesh, bucket.regather.params)
+                over = mesh_of_group(backend.group(mesh, mesh.shard), backend.device.type)
+                for member, row in zip(params.members, backend.split(mesh, params, flat), strict=True):
+                    tensors[member.index] = piece(row, over, member)
+        binding.install(index, tensors)
+        binding.leave(index)
+
     def _release(self, index: int) -> None:
         """Reshard what an earlier unit's backward has left gathered."""
         guests, self._guests = self._guests, []
@@ -391,7 +412,7 @@ class Frame(Units):
 
     def _saved_params(self, index: int) -> Any:
         if self.handling[index].reshard_after_forward and torch.is_grad_enabled():
-            return SavedParams(self, index, self._bases(index))
+            return SavedParams(self, index, self._gathered(index))
         return _NO_HOOKS
 
     def _install_leaves(self, index: int) -> None:

@@ -11,6 +11,7 @@ the hooks that were there before (activation checkpointing, offloading), or kept
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch._functorch import autograd_function as functorch_functions
 from torch.distributed.tensor import DTensor
 
 from hsdp_fn import PhaseError
+from hsdp_fn.layout import Bucket
 
 from .casting import tensors_in
 from .dtensor import as_dtensor, presented
@@ -121,13 +123,37 @@ def watch(frame: Frame, index: int, out: Any) -> None:
 
 class _View:
     """A saved tensor that was a view of a unit's full parameters: what it takes to make it again. With its spec if it
-    was a DTensor."""
+    was a DTensor. The offset counts from the parameter ``at``, as another gather may put that elsewhere in its buffer.
+    """
 
     __slots__ = ("at", "offset", "size", "spec", "stride")
 
-    def __init__(self, at: int, local: Tensor, spec: Any) -> None:
-        self.at, self.spec = at, spec
-        self.size, self.stride, self.offset = local.size(), local.stride(), int(local.storage_offset())
+    def __init__(self, places: _Places, local: Tensor, spec: Any) -> None:
+        offset = int(local.storage_offset())
+        which = bisect_right(places.offsets, offset) - 1
+        self.at, self.offset, self.spec = places.members[which], offset - places.offsets[which], spec
+        self.size, self.stride = local.size(), local.stride()
+
+
+class _Places:
+    """Where a bucket's parameters are in their buffer.
+
+    Attributes:
+        start, stop: addresses of the buffer; ``dtype`` of what is in it.
+        offsets: of those parameters that different gathers may put to different places, rising; else of the first.
+        members: their places in the unit.
+    """
+
+    __slots__ = ("dtype", "members", "offsets", "start", "stop")
+
+    def __init__(self, bucket: Bucket, full: Sequence[Tensor]) -> None:
+        members = bucket.params.members if bucket.regather is not None else bucket.params.members[:1]
+        self.members = [m.index for m in members if full[m.index].numel()] or [members[0].index]
+        self.offsets = [int(full[at].storage_offset()) for at in self.members]
+        first = full[self.members[0]]
+        storage = first.untyped_storage()
+        self.start, self.dtype = storage.data_ptr(), first.dtype
+        self.stop = self.start + storage.nbytes()
 
 
 class _Kept:
@@ -153,29 +179,27 @@ class SavedParams:
     """Saved-tensor hooks while one unit runs. Used as a context manager.
 
     Args:
-        bases: one full parameter a bucket; a bucket's parameters are views of one buffer.
+        full: the unit's parameters; those of a bucket are views of one buffer.
     """
 
-    __slots__ = ("_frame", "_index", "_ranges")
+    __slots__ = ("_frame", "_index", "_places")
 
-    def __init__(self, frame: Frame, index: int, bases: Sequence[Tensor]) -> None:
+    def __init__(self, frame: Frame, index: int, full: Sequence[Tensor]) -> None:
         self._frame, self._index = frame, index
-        ranges: dict[int, tuple[int, int, int, torch.dtype]] = {}
-        places = [b.params.members[0].index for b in frame.layout.units[index].buckets]
-        for at, t in zip(places, bases, strict=True):
-            storage = t.untyped_storage()
-            start = storage.data_ptr()
-            if start and start not in ranges:
-                ranges[start] = (start, start + storage.nbytes(), at, t.dtype)
-        self._ranges = list(ranges.values())
+        self._places: dict[int, _Places] = {}  # by address
+        for bucket in frame.layout.units[index].buckets:
+            places = _Places(bucket, full)
+            if places.start:
+                self._places.setdefault(places.start, places)
 
     def __enter__(self) -> None:
         beneath = _top(True)
-        index, ranges, remake, use = self._index, self._ranges, self._frame.remake, self._frame.uses[self._index]
+        index, buffers, remake = self._index, list(self._places.values()), self._frame.remake
+        use = self._frame.uses[index]
         number, epoch = self._frame.order.now, use.epoch
         title = self._frame.layout.units[index].title
-        low = min((r[0] for r in ranges), default=0)
-        high = max((r[1] for r in ranges), default=0)
+        low = min((b.start for b in buffers), default=0)
+        high = max((b.stop for b in buffers), default=0)
 
         transformed = torch._C._are_functorch_transforms_active()
 
@@ -187,15 +211,16 @@ class SavedParams:
             local, spec = (tensor._local_tensor, tensor._spec) if type(tensor) is DTensor else (tensor, None)
             pointer = local.data_ptr()
             if low <= pointer < high:  # most tensors aren't: one comparison
-                for start, stop, at, dtype in ranges:
-                    if start <= pointer < stop and tensor.dtype is dtype:
+                for places in buffers:
+                    if places.start <= pointer < places.stop and tensor.dtype is places.dtype:
                         use.packed += 1
-                        return _View(at, local, spec)
+                        return _View(places, local, spec)
             return _Kept(tensor) if beneath is None else _Packed(beneath[0](tensor), beneath[1])
 
         def unpack(saved: Any) -> Tensor:
             if type(saved) is _View:
-                view = remake(index, number, epoch, saved.at).as_strided(saved.size, saved.stride, saved.offset)
+                whole = remake(index, number, epoch, saved.at)
+                view = whole.as_strided(saved.size, saved.stride, int(whole.storage_offset()) + saved.offset)
                 return view if saved.spec is None else as_dtensor(view, saved.spec)
             if type(saved) is _Packed:
                 return saved.unpack(saved.value)

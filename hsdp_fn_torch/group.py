@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as TorchShard
 
-from hsdp_fn import LayoutError, ParamSpec, ReductionPolicy, Replicate, Shard, UnitState, plan_layout
+from hsdp_fn import (
+    LayoutError,
+    MeshSpec,
+    OnMesh,
+    ParamSpec,
+    ReductionPolicy,
+    Replicate,
+    UnitState,
+    plan_layout,
+)
 from hsdp_fn.layout import Bucket, Layout, Placement, UnitLayout
 from hsdp_fn.policy import MixedPrecisionPolicy
 
@@ -26,10 +33,9 @@ from .binding import Slot
 from .comm import UnitComm
 from .dtensor import Standing, local_of, presented, set_local
 from .guards import fingerprint, mark_taken, taken_as
-from .mesh import ShardPlacementResult, mesh_spec
+from .mesh import DataMesh
+from .planning import ShardPlacementFn, has_extension, placement_of, require_plain_tensor
 from .use import Handling
-
-ShardPlacementFn = Callable[[nn.Parameter], TorchShard | ShardPlacementResult | None]
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ class Settings:
     """What `fully_shard` was given and setters change.
 
     Attributes:
-        reshard_after_forward: True, False, or None for True except at the root.
+        reshard_after_forward: True, False, a group size, or None for True except at the root.
         mp_policy, reduction: see the core's policies.
         fused: one collective of a kind for all parameters of one dtype.
         whole: nothing is sharded (`replicate`).
@@ -45,7 +51,7 @@ class Settings:
         last_backward, post_optimizer_event: what a tree of which this group is the root begins with.
     """
 
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     mp_policy: MixedPrecisionPolicy
     reduction: ReductionPolicy
     fused: bool = True
@@ -62,19 +68,21 @@ class Group:
 
     Attributes:
         modules: what was given to `fully_shard`; they run as one unit.
-        mesh, backend: where it is sharded and what communicates.
+        data, backend: where it is sharded and what communicates.
         settings, handling, comm: what the setters change.
         layout: of this group alone. None for a group without parameters, as are ``unit`` and ``params``.
         slots: for every name of every parameter, the table it stands in; ``firsts``: each parameter's first slot.
-        params: the sharded parameters, in the layout's order; ``standings``: what they are part of.
+        params: the sharded parameters, in the layout's order; ``standings``: what they are part of; ``wanted``: how
+            each was to be placed.
         unit: the masters, until a tree takes them over.
         pointers: of the parameters' local tensors while they view the masters.
-        initial, first_marks: fingerprint of the whole parameters, and `marks`, when they were sharded.
+        initial, first_marks: for each mesh a fingerprint of the whole parameters there, and `marks`, when they were
+            sharded.
         to_run: modules that have yet to run in this pass through the group.
     """
 
     modules: list[nn.Module]
-    mesh: DeviceMesh
+    data: DataMesh
     backend: TorchBackend
     settings: Settings
     handling: Handling = field(default_factory=Handling)
@@ -84,9 +92,10 @@ class Group:
     firsts: tuple[int, ...] = ()
     params: tuple[nn.Parameter, ...] = ()
     standings: tuple[Standing, ...] = ()
+    wanted: tuple[Placement | OnMesh, ...] = ()
     unit: UnitState | None = None
     pointers: tuple[int, ...] = ()
-    initial: str = ""
+    initial: Sequence[tuple[MeshSpec, str]] = ()
     first_marks: Sequence[object] = ()
     to_run: set[int] = field(default_factory=set)
 
@@ -129,32 +138,41 @@ class Group:
             slots.append((module._parameters, local, at))
         if not originals:
             return
-        placements: dict[str, Placement] = {}
-        specs, standings = [], []
+        wanted: dict[str, Placement | OnMesh] = {}
+        specs, standings, meshes = [], [], []
         for param, (first, *aliases) in zip(originals, names, strict=True):
             inner = local_of(param)
-            _require_plain(inner, first)
+            require_plain_tensor(inner, first)
             if not param.is_meta and (objection := self.backend.objection(inner)) is not None:
                 raise LayoutError(f"parameter {first!r} {objection}")
             if self.settings.whole or id(param) in whole:
                 placement: Placement = Replicate()
+                data = self.data
             else:
-                placement = _placement(param, first, placement_fn, self.mesh)
-            placements[first] = placement
+                placement, data = placement_of(param, first, placement_fn, self.data)
+            wanted[first] = placement if data is self.data else OnMesh(placement, data.spec)
+            meshes.append(data)
             specs.append(ParamSpec(first, tuple(inner.shape), str(param.dtype), param.requires_grad, tuple(aliases)))
         layout = plan_layout(
             specs,
-            mesh_spec(self.mesh),
+            self.data.spec,
             mp_policy=self.settings.mp_policy,
             offload_policy=self.backend.offload,
             fused=self.settings.fused,
-            placement_fn=lambda spec: placements[spec.name],
+            reshard_after_forward=self.settings.reshard_after_forward,
+            placement_fn=lambda spec: wanted[spec.name],
         )
+        if self.settings.reshard_after_forward is not None:
+            self.settings.reshard_after_forward = layout.units[0].reshard_after_forward
         dims = _dims(layout.units[0])
-        for param, (first, *_), dim in zip(originals, names, dims, strict=True):
-            standings.append(Standing.of(param, first, self.mesh, dim))
+        for param, (first, *_), data, dim in zip(originals, names, meshes, dims, strict=True):
+            standings.append(Standing.of(param, first, data, dim))
         unit = UnitState("", tuple(_master(b, originals, self.backend) for b in layout.units[0].buckets))
-        self.initial = fingerprint(local_of(p) for p in originals)
+        by_mesh: dict[MeshSpec, list[nn.Parameter]] = {}
+        for param, data in zip(originals, meshes, strict=True):
+            by_mesh.setdefault(data.spec, []).append(param)
+        self.initial = [(mesh, fingerprint(local_of(p) for p in params)) for mesh, params in by_mesh.items()]
+        self.wanted = tuple(wanted.values())
         mark_taken(originals, [first for first, *_ in names])
         self.layout, self.unit, self.slots, self.standings = layout, unit, tuple(slots), tuple(standings)
         self.firsts = tuple([next(i for i, slot in enumerate(slots) if slot[2] == at) for at in range(len(originals))])
@@ -163,15 +181,22 @@ class Group:
             self.handling.standings = self.standings
         for table, local, at in slots:
             table[local] = self.params[at]
+        self._mark_experts()
         self.pointers = _pointers([local_of(p) for p in self.params])
         self.first_marks = self.marks([table[local] for table, local, _ in slots])
 
     # -- what a tree asks ---------------------------------------------------------------------------------------
 
-    def unit_backend(self, root: TorchBackend) -> TorchBackend:
-        """What the group communicates with in a tree whose root has that backend."""
-        base = root if self.settings.whole else self.backend
-        return base if self.comm.is_default else base.for_unit(self.comm)
+    @property
+    def hybrid(self) -> bool:
+        """Whether a mesh of it both shards and replicates."""
+        buckets = self.layout.units[0].buckets if self.layout is not None else ()
+        meshes = [self.data.spec, *(bucket.mesh for bucket in buckets)]
+        return any(mesh.shard and mesh.replicate for mesh in meshes)
+
+    def unit_backend(self) -> TorchBackend:
+        """What the group communicates with."""
+        return self.backend if self.comm.is_default else self.backend.for_unit(self.comm)
 
     def specs(self, root: nn.Module) -> list[ParamSpec]:
         """The parameters with names as seen from the root of a tree, and as trainable and of the dtype that they are
@@ -190,11 +215,6 @@ class Group:
             replace(spec, name=first, aliases=tuple(aliases), requires_grad=param.requires_grad, dtype=str(param.dtype))
             for spec, param, (first, *aliases) in zip(self.layout.units[0].params, self.params, names, strict=True)
         ]
-
-    def placements(self) -> list[Placement]:
-        """Where each parameter is sharded."""
-        assert self.layout is not None
-        return [Replicate() if dim is None else Shard(dim) for dim in _dims(self.layout.units[0])]
 
     def facts(self) -> object:
         """What the plan depends on and users can change."""
@@ -245,6 +265,7 @@ class Group:
             for member, row in zip(members, self.backend.split(bucket.mesh, bucket.params, master), strict=True):
                 set_local(self.params[member.index], row)
             masters.append(master)
+        self._mark_experts()
         self.pointers = _pointers([local_of(p) for p in self.params])
         return UnitState(unit.name, tuple(masters), None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
@@ -291,8 +312,15 @@ class Group:
         """
         if self.layout is not None:
             for param, spec in zip(self.params, self.layout.units[0].params, strict=True):
-                if _has_extension(local_of(param)):
-                    _require_plain(local_of(param), spec.name)
+                if has_extension(local_of(param)):
+                    require_plain_tensor(local_of(param), spec.name)
+
+    def _mark_experts(self) -> None:
+        """Tell `clip_grad_norm_` of parameters that stand on some of the unit's ranks only: the others hold others."""
+        ranks = self.data.spec.data_parallel_group(self.backend.rank)
+        for param, standing in zip(self.params, self.standings, strict=True):
+            if not set(ranks) <= set(standing.mesh.mesh.flatten().tolist()):
+                param._hsdp_peers = ranks  # type: ignore[attr-defined]
 
     def _require_ties(self, plan: UnitLayout) -> None:
         for table, local, at in self.slots:
@@ -404,38 +432,6 @@ def _carry_over(original: nn.Parameter, param: nn.Parameter) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (known := getattr(original, hooks, None)) is not None:
             setattr(param, hooks, known)  # the very dict, so that their handles still remove them
-
-
-def _placement(param: nn.Parameter, name: str, placement_fn: ShardPlacementFn | None, mesh: DeviceMesh) -> Placement:
-    wanted = placement_fn(param) if placement_fn is not None else None
-    if isinstance(wanted, ShardPlacementResult):
-        if wanted.mesh_info.mesh != mesh:
-            raise NotImplementedError(
-                f"shard_placement_fn puts parameter {name!r} on mesh {wanted.mesh_info.mesh}, its unit is on {mesh}; "
-                f"several meshes in one unit aren't supported yet"
-            )
-        wanted = wanted.placement
-    if wanted is None:
-        return Shard(0)
-    if not isinstance(wanted, TorchShard):
-        raise ValueError(
-            f"shard_placement_fn must return a Shard, a ShardPlacementResult or None, found {wanted!r} for parameter "
-            f"{name!r}"
-        )
-    return Shard(wanted.dim)
-
-
-def _has_extension(inner: Tensor) -> bool:
-    return hasattr(inner, "fsdp_pre_all_gather") or hasattr(inner, "fsdp_post_all_gather")
-
-
-def _require_plain(inner: Tensor, name: str) -> None:
-    """Sharding copies values into flat memory, where another class of tensor would become a plain one."""
-    if type(inner.data) is not Tensor or _has_extension(inner):
-        raise NotImplementedError(
-            f"parameter {name!r} is a {type(inner.data).__name__}; tensor subclasses and all-gather extensions "
-            f"(fsdp_pre_all_gather) aren't supported. Leave it out with ignored_params, or convert it first"
-        )
 
 
 def _master(bucket: Bucket, originals: Sequence[nn.Parameter], backend: TorchBackend) -> Tensor:

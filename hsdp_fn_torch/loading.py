@@ -9,12 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import is_lazy
 
 from hsdp_fn import LayoutError
@@ -122,7 +124,7 @@ class Load:
                 return f"parameter {key!r}: expected placements {target.placements}, found {value.placements}"
             return None
         if found == whole or (whole == () and found == (1,)):
-            if any(type(p) not in (Shard, Replicate) for p in target.placements) and found != mine:
+            if found != mine and not _can_cut(target):
                 return f"parameter {key!r}: can't cut {target.placements} from a whole tensor; give a DTensor"
             return None
         if self.full:
@@ -258,14 +260,26 @@ class _Snapshot:
 
 
 def cut(target: DTensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, a view."""
+    """This rank's part of a whole tensor, a view. A strided placement splits what those to its right on the same dim
+    have left (tensor parallelism cuts first, though its axis comes last)."""
     rows: Tensor = whole.reshape(target.shape)
-    for axis, placement in enumerate(target.placements):
-        if isinstance(placement, Shard):
-            at, parts = target.device_mesh.get_local_rank(axis), target.device_mesh.size(axis)
-            chunks = rows.chunk(parts, placement.dim)
-            rows = chunks[at] if at < len(chunks) else rows.narrow(placement.dim, 0, 0)
+    axes = [(axis, p) for axis, p in enumerate(target.placements) if isinstance(p, (Shard, _StridedShard))]
+    for axis, placement in sorted(axes, key=lambda pair: isinstance(pair[1], _StridedShard)):
+        at, parts = target.device_mesh.get_local_rank(axis), target.device_mesh.size(axis)
+        chunks = rows.chunk(parts, placement.dim)
+        rows = chunks[at] if at < len(chunks) else rows.narrow(placement.dim, 0, 0)
     return rows
+
+
+def _can_cut(target: DTensor) -> bool:
+    """Whether `cut` knows the placements: at most one strided one beside Shard and Replicate, over all to its right."""
+    strided = [(axis, p) for axis, p in enumerate(target.placements) if isinstance(p, _StridedShard)]
+    known = all(isinstance(p, (Shard, Replicate, _StridedShard)) for p in target.placements)
+    if not strided:
+        return known
+    (axis, placement), *more = strided
+    right = [i for i in range(axis + 1, target.device_mesh.ndim) if target.placements[i].is_shard(placement.dim)]
+    return known and not more and placement.split_factor == prod(target.device_mesh.size(i) for i in right)
 
 
 def like(target: DTensor, rows: Tensor) -> DTensor:

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hsdp_fn import HSDPState, Layout, LayoutError, OffloadPolicy, ParamSpec, UnitSpec, plan_layout, shard
+from hsdp_fn import (
+    DataParallelMeshDims,
+    HSDPState,
+    Layout,
+    LayoutError,
+    OffloadPolicy,
+    ParamSpec,
+    UnitSpec,
+    plan_layout,
+    shard,
+)
 
 from .backend import TorchBackend
 from .binding import refresh_flat_weights
@@ -33,12 +43,20 @@ def param_specs(model: nn.Module) -> list[ParamSpec]:
     ]
 
 
-def plan_module(model: nn.Module, mesh: DeviceMesh, units: Sequence[str | UnitSpec] = (), **policies: Any) -> Layout:
+def plan_module(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    units: Sequence[str | UnitSpec] = (),
+    *,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **policies: Any,
+) -> Layout:
     """`plan_layout` for a module and a torch mesh. Does not communicate; parameters may be on the meta device.
 
     Args:
         model: names, shapes and dtypes come from it.
-        mesh: 1-D (shard) or 2-D (replicate, shard).
+        mesh, dp_mesh_dims: 1-D (shard), 2-D (replicate, shard), or any mesh whose data-parallel axes ``dp_mesh_dims``
+            names; see `mesh_spec`.
         units: module names in execution order, or `UnitSpec`.
         policies: the keyword arguments of `plan_layout`.
 
@@ -50,7 +68,7 @@ def plan_module(model: nn.Module, mesh: DeviceMesh, units: Sequence[str | UnitSp
             raise LayoutError(
                 f"parameter {name!r} isn't dense and contiguous (layout {param.layout}); call .contiguous() first"
             )
-    return plan_layout(param_specs(model), mesh_spec(mesh), units, **policies)
+    return plan_layout(param_specs(model), mesh_spec(mesh, dp_mesh_dims), units, **policies)
 
 
 def shard_module(
@@ -58,6 +76,7 @@ def shard_module(
     mesh: DeviceMesh,
     units: Sequence[str | UnitSpec] = (),
     *,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored: Iterable[str] = (),
     **policies: Any,
@@ -70,19 +89,19 @@ def shard_module(
     Args:
         model: on success its sharded parameters are replaced by meta tensors (so that their memory is free), to be used
             through `functional_call` only; buffers and ignored parameters stay. On failure it is unchanged.
-        mesh, units: see `plan_module`.
+        mesh, units, dp_mesh_dims: see `plan_module`.
         offload_policy, ignored, policies: see `plan_layout`.
 
     Returns:
         The first state, step 0.
     """
-    backend = TorchBackend(mesh, offload_policy=offload_policy)
-    spec = mesh_spec(mesh)
+    backend = TorchBackend(mesh, dp_mesh_dims=dp_mesh_dims, offload_policy=offload_policy)
+    policies |= {"dp_mesh_dims": dp_mesh_dims, "offload_policy": offload_policy}
     try:
         ignored = tuple(ignored)
-        layout = plan_module(model, mesh, units, offload_policy=offload_policy, ignored=ignored, **policies)
+        layout = plan_module(model, mesh, units, ignored=ignored, **policies)
     except Exception as error:
-        backend.exchange(spec, f"error: {error}")  # the peers wait in `shard`; there they learn of it
+        backend.exchange(f"error: {error}")  # the peers wait in `shard`; there they learn of it
         raise
     with torch.no_grad():
         params = {name: p.detach() for name, p in model.named_parameters()}

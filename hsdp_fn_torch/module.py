@@ -179,7 +179,7 @@ class HSDPModule(_Base):
         Without a replicate axis there is nothing to switch."""
         require_bool("requires_all_reduce", requires_all_reduce)
         for group in groups_of(self, recurse):
-            if group.mesh.ndim > 1 and group.handling.sync is not Sync.NONE:
+            if group.hybrid and group.handling.sync is not Sync.NONE:
                 group.handling.sync = Sync.FULL if requires_all_reduce else Sync.SHARD
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -267,7 +267,7 @@ class HSDPModule(_Base):
             ValueError: a stream, on a mesh that replicates.
         """
         group = group_of(self)
-        group.comm.set_all_reduce_hook(hook, stream=stream, replicates=group.mesh.ndim > 1)
+        group.comm.set_all_reduce_hook(hook, stream=stream, replicates=group.hybrid)
 
     # -- how it communicates ------------------------------------------------------------------------------------
 
@@ -317,8 +317,10 @@ class HSDPModule(_Base):
             NotImplementedError: the process group isn't NCCL on CUDA.
         """
         group = group_of(self)
-        groups_of_mesh = group.mesh.get_group(group.mesh.ndim - 1)
-        group.comm.set_symm_mem(groups_of_mesh, group.backend.device, backend)
+        if group.layout is not None and len({b.mesh for b in group.layout.units[0].buckets if b.mesh.shard}) > 1:
+            raise NotImplementedError("symmetric memory for a unit whose parameters are on several meshes")
+        ranks = group.backend.group(group.data.spec, group.data.spec.shard)
+        group.comm.set_symm_mem(ranks, group.backend.device, backend)
 
     def _tree_or_settings(self) -> Any:
         """Who keeps what concerns the whole tree: before there is one, the settings of its root to be."""

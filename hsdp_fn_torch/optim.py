@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp_fn import GradPhase, HSDPState, LayoutError, apply_updates, grads, masters
+from hsdp_fn import GradPhase, HSDPState, LayoutError, MeshError, apply_updates, grads, masters
 from hsdp_fn.lifecycle import Op, check
 
 from .backend import TorchBackend, torch_backend
 from .dtensor import local_of
+from .mesh import process_group
 
 
 def shard_parameters(state: HSDPState) -> dict[str, nn.Parameter]:
@@ -32,6 +36,7 @@ def optimizer_step(
     params: Mapping[str, nn.Parameter],
     *,
     max_norm: float | None = None,
+    norm: Callable[[HSDPState, Mapping[str, Tensor | None]], Tensor] | None = None,
 ) -> tuple[HSDPState, Tensor | None]:
     """Take the gradients out of the state, step the optimizer over the shards, and count the step.
 
@@ -43,6 +48,8 @@ def optimizer_step(
         params: what `shard_parameters` gave for this state or an ancestor of it whose masters were updated in place.
         max_norm: clip the gradient's global 2-norm to this; of main gradients before they are cast to the parameters'
             dtype, which is what ``torch.optim`` takes.
+        norm: how to compute that norm, instead of `global_norm`; needed on a mesh with axes that aren't data parallel,
+            along which ranks may hold other parameters or the same.
 
     Returns:
         The next state, and the norm before clipping (None without ``max_norm``).
@@ -50,16 +57,26 @@ def optimizer_step(
     Raises:
         LayoutError: the parameters aren't the state's masters, so that the step would be lost.
         PhaseError: a unit is unsharded.
+        MeshError: ``max_norm`` without ``norm`` on a mesh with other axes; before anything has changed.
         Whatever the optimizer raises: the masters may then be updated in part, and the gradients are gone.
     """
     _check_alias(state, params)
+    mesh = state.layout.mesh
+    others = [
+        n for n, size in zip(mesh.names, mesh.shape, strict=True) if size > 1 and n not in mesh.shard + mesh.replicate
+    ]
+    if max_norm is not None and norm is None and others:
+        raise MeshError(
+            f"optimizer_step: the mesh has axes {others} that aren't data parallel, and the state doesn't know whether "
+            f"ranks along them hold other parameters or the same; pass norm=, a function of the state and the gradient"
+        )
     for unit in state.units:
         check(unit.name, unit.params_phase, GradPhase.EMPTY, Op.APPLY)
     state, rows = grads(state)
-    norm = None
+    found = None
     if max_norm is not None:
-        norm = global_norm(state, rows)
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        found = (norm or global_norm)(state, rows)
+        scale = (max_norm / (found + 1e-6)).clamp(max=1.0)
         present = [g for g in rows.values() if g is not None]
         if present:
             torch._foreach_mul_(present, scale.to(present[0].device))
@@ -70,30 +87,38 @@ def optimizer_step(
     finally:
         for param in params.values():
             param.grad = None
-    return apply_updates(state, {name: p.detach() for name, p in params.items() if p.requires_grad}), norm
+    return apply_updates(state, {name: p.detach() for name, p in params.items() if p.requires_grad}), found
 
 
 def global_norm(state: HSDPState, rows: Mapping[str, Tensor | None]) -> Tensor:
-    """2-norm of a gradient whose rows are spread over the shard group, the same on every rank.
+    """2-norm of a gradient, the same on every rank.
 
-    Communicates: one all-reduce of one float32 element over the shard group (none with one shard).
+    Communicates: one all-reduce of one float32 element over the shard group (none with one shard). With parameters on
+    other meshes than the layout's (experts), of which other ranks hold others, over its shard and replicate groups.
+    Ranks along axes that aren't data parallel (tensor parallel ones) aren't asked.
 
     Args:
         state: whose layout the gradient has.
         rows: what `grads` gave.
     """
-    backend = torch_backend(state)
-    sharded: list[Tensor] = []
-    whole: list[Tensor] = []
-    for plan in state.layout.units:
-        for bucket in plan.buckets:
-            target = sharded if bucket.mesh.shard_size > 1 else whole
-            members = bucket.grads.members if bucket.grads is not None else ()
-            target += [g for m in members if (g := rows[m.spec.name]) is not None]
-    total = _sum_of_squares(sharded, backend)
-    if state.layout.mesh.shard_size > 1:
-        dist.all_reduce(total, group=backend.group(state.layout.mesh.shard))
-    return (total + _sum_of_squares(whole, backend)).sqrt()
+    backend, mesh = torch_backend(state), state.layout.mesh
+    buckets = [b for plan in state.layout.units for b in plan.buckets if b.grads is not None]
+    usual = all(b.mesh in (mesh, mesh.as_replicated()) for b in buckets)
+    axes = (mesh.shard,) if usual else (mesh.shard, mesh.replicate)
+    asked = mesh.shard_size if usual else mesh.data_parallel_size
+    by_copies: dict[int, list[Tensor]] = {}  # on how many of the ranks that are asked the same gradient is
+    for bucket in buckets:
+        copies = asked // bucket.mesh.shard_size if usual else bucket.mesh.replicate_size
+        members = bucket.grads.members if bucket.grads is not None else ()
+        by_copies.setdefault(copies, []).extend(g for m in members if (g := rows[m.spec.name]) is not None)
+    everywhere = by_copies.pop(asked, []) if asked > 1 else []
+    total = torch.zeros((), device=backend.device)
+    for copies, tensors in by_copies.items():
+        total += _sum_of_squares(tensors, backend) / copies
+    for along in axes:
+        if along and len(mesh.group(backend.rank, along)) > 1:
+            dist.all_reduce(total, group=backend.group(mesh, along))
+    return (total + _sum_of_squares(everywhere, backend)).sqrt()
 
 
 @torch.no_grad()
@@ -108,7 +133,8 @@ def clip_grad_norm_(
     tensors (of ignored parameters, equal on all ranks), where torch's own raises. Takes ``main_grad`` where
     ``.grad`` is None.
 
-    Communicates: one all-reduce a mesh axis over which gradients are split, for each mesh.
+    Communicates: one all-reduce a mesh axis over which gradients are split, for each mesh; and one over a unit's ranks
+    for parameters that `ShardPlacementResult` has put on some of them (experts), since the others hold others.
 
     Returns:
         The global norm before clipping, a plain tensor, the same on every rank.
@@ -117,15 +143,17 @@ def clip_grad_norm_(
         RuntimeError: with ``error_if_nonfinite``, if the norm isn't finite; gradients are unchanged then.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    by_mesh: dict[object, list[Tensor]] = {}
+    by_mesh: dict[tuple[Any, Any], list[Tensor]] = {}
     for param in params:
         grad = param.grad if param.grad is not None else getattr(param, "main_grad", None)
         if grad is not None:
-            by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+            by_mesh.setdefault((mesh, getattr(param, "_hsdp_peers", None)), []).append(grad)
     norms = []
-    for grads_ in by_mesh.values():
+    for (mesh, peers), grads_ in by_mesh.items():
         norm = torch.nn.utils.get_total_norm(grads_, norm_type, False, foreach)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms.append(norm if peers is None else _norm_over(norm, norm_type, mesh, peers))
     if not norms:
         return torch.tensor(0.0)
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
@@ -138,6 +166,17 @@ def clip_grad_norm_(
         locals_ = [local_of(g) for g in grads_]
         torch._foreach_mul_(locals_, scale.to(locals_[0].device))
     return total
+
+
+def _norm_over(norm: Tensor, norm_type: float, mesh: DeviceMesh, ranks: tuple[int, ...]) -> Tensor:
+    """The norm of what several meshes of the size of ``mesh`` hold, which together are ``ranks``, from that of each."""
+    group = process_group(mesh.device_type, sorted(ranks))
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    total = norm.to(torch.promote_types(norm.dtype, torch.float32)) ** norm_type / mesh.size()
+    dist.all_reduce(total, group=group)
+    return (total ** (1.0 / norm_type)).to(norm.dtype)
 
 
 def _sum_of_squares(tensors: list[Tensor], backend: TorchBackend) -> Tensor:

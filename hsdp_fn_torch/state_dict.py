@@ -148,19 +148,20 @@ def load_into(
 
 
 def _agreement(model: nn.Module) -> Agree:
-    """Among the ranks of the first sharded module's mesh; without one, each rank is on its own."""
-    found = next(((g.backend, g.layout.mesh) for g in groups_of(model) if g.layout is not None), None)
-    if found is None:
+    """Among the ranks of the widest mesh of a sharded module; without one, each rank is on its own."""
+    sharded = [g for g in groups_of(model) if g.layout is not None]
+    if not sharded:
         return alone
-    backend, mesh = found
+    widest = max(sharded, key=lambda g: g.data.spec.data_parallel_size)
+    backend = widest.backend
 
     def agree(problem: Exception | None, keys: Iterable[str]) -> None:
         ok = sha256("\n".join(sorted(keys)).encode()).hexdigest()
         mine = f"!{type(problem).__name__}: {problem}" if problem is not None else ok
-        answers = backend.exchange(mesh, mine)
+        answers = backend.exchange(mine)
         if problem is not None:
             raise problem
-        for rank, answer in zip(mesh.ranks, answers, strict=True):
+        for rank, answer in answers.items():
             if answer.startswith("!"):
                 raise RankMismatchError(f"nothing was loaded on any rank, as rank {rank} met {answer[1:]}")
             if answer != ok:

@@ -17,26 +17,26 @@ from torch import nn
 from torch.autograd import Variable
 
 from hsdp_fn import (
-    ROOT,
     HSDPState,
     MeshError,
-    ParamSpec,
+    ParamPhase,
     PhaseError,
-    UnitSpec,
     UnitState,
-    plan_layout,
 )
 from hsdp_fn import unit as on_unit
-from hsdp_fn.layout import Layout, Placement
+from hsdp_fn.layout import Layout
 from hsdp_fn.state import Token
 
+from .backend import TorchBackend
 from .binding import Tables, edited_text
 from .casting import casting
 from .frame import Frame
 from .gather import plainly
 from .group import Group, deliver, same_memory
 from .guards import agree
-from .mesh import mesh_spec
+from .planning import plan_groups
+
+_GATHERING, _UNSHARDED = ParamPhase.GATHERING, ParamPhase.UNSHARDED
 
 
 class Tree:
@@ -47,7 +47,8 @@ class Tree:
         groups: its groups, the root's first, then in the order of its modules.
 
     Raises:
-        RankMismatchError: ranks have different layouts. Communicates one short message a rank.
+        RankMismatchError: ranks have different layouts. Communicates one short message a rank; then makes the process
+            groups that aren't there yet.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Group]) -> None:
@@ -67,16 +68,20 @@ class Tree:
         self._followers: dict[int, int] = {}
         self._tables = Tables([g.slots for g in self.groups], root.modules())
         self._backend = groups[0].backend
-        _require_one_mesh(self.groups)
+        _require_one_device(self.groups, self._backend)
+        for group in self._all:
+            group.backend.share_pool(self._backend.pool)
         self.arrange()
         self._facts: list[object] = [g.facts() for g in self.groups]
         if not self.groups:
             return  # nothing to shard: `run` only calls
         layout = self._plan()
         initial = [
-            g.initial if g.marks(self._tables.standing(i)) == g.first_marks else "" for i, g in enumerate(self.groups)
+            g.initial if g.marks(self._tables.standing(i)) == g.first_marks else [(mesh, "") for mesh, _ in g.initial]
+            for i, g in enumerate(self.groups)
         ]
         agree(self._backend, layout, initial)
+        self._backend.prepare(layout)
         units = []
         for group, plan in zip(self.groups, layout.units, strict=True):
             assert group.unit is not None
@@ -163,7 +168,7 @@ class Tree:
     def finish_unshard(self, group: Group) -> None:
         """Wait for a gather that was started by hand, if it is still under way."""
         index = self.indices[id(group)]
-        if self.frame is not None and self.frame.uses[index].state.full is not None:
+        if self.frame is not None and self.frame.uses[index].state.params_phase in (_GATHERING, _UNSHARDED):
             with plainly():
                 self.frame.hold(index)
 
@@ -246,7 +251,7 @@ class Tree:
             frame = Frame(
                 self.committed,
                 [g.handling for g in self.groups],
-                backends=[g.unit_backend(self._backend) for g in self.groups],
+                backends=[g.unit_backend() for g in self.groups],
                 tables=self._tables,
                 followers=self._followers,
                 on_backward=self._backward_begins,
@@ -257,7 +262,7 @@ class Tree:
             if idle:
                 frame.follow([g.settings.reduction for g in self.groups])
                 frame.resume(self.committed)
-        frame.backends[:] = [g.unit_backend(self._backend) for g in self.groups]
+        frame.backends[:] = [g.unit_backend() for g in self.groups]
         self.frame, self._last = frame, None
         return frame
 
@@ -365,34 +370,7 @@ class Tree:
         return layout
 
     def _plan(self) -> Layout:
-        specs: list[ParamSpec] = []
-        units: list[UnitSpec] = []
-        placements: dict[str, Placement] = {}
-        paths = {id(m): name for name, m in self.root.named_modules()}
-        for group in self.groups:
-            mine = group.specs(self.root)
-            specs += mine
-            placements.update(zip((s.name for s in mine), group.placements(), strict=True))
-            name = min((paths.get(id(m), "(removed)") for m in group.modules), key=lambda n: (n != ROOT,))
-            settings = group.settings
-            owned = tuple(n for s in mine for n in (s.name, *s.aliases))
-            units.append(
-                UnitSpec(
-                    name,
-                    owned,
-                    settings.reshard_after_forward,
-                    settings.mp_policy,
-                    settings.reduction,
-                    settings.fused,
-                )
-            )
-        return plan_layout(
-            specs,
-            mesh_spec(self._all[0].mesh),
-            units,
-            offload_policy=self._backend.offload,
-            placement_fn=lambda spec: placements[spec.name],
-        )
+        return plan_groups(self.root, self.groups, self._all[0].data.spec, self._backend.offload)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -417,7 +395,7 @@ class Tree:
         units = []
         for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
             group.to_run.clear()
-            units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(self._backend), ledger))
+            units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(), ledger))
         self._settle_copies()  # gradients that were on their way to the host are there
         done = [UnitState(u.name, u.master, u.full, u.acc_full, u.acc_partial, None, None) for u in units]
         state = HSDPState(tuple(done), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token())
@@ -435,13 +413,11 @@ def _without_full(u: UnitState) -> UnitState:
     return UnitState(u.name, u.master, None, u.acc_full, u.acc_partial, u.reducing, u.grad)
 
 
-def _require_one_mesh(groups: Sequence[Group]) -> None:
-    specs = [mesh_spec(group.mesh) for group in groups]
-    for group, spec in zip(groups, specs, strict=True):
-        whole = group.settings.whole and sorted(spec.ranks) == sorted(specs[0].ranks)
-        if spec != specs[0] and not whole:
+def _require_one_device(groups: Sequence[Group], root: TorchBackend) -> None:
+    for group in groups:
+        if group.backend.device != root.device:
             names = [type(m).__name__ for m in group.modules]
             raise MeshError(
-                f"modules {names} are sharded over mesh {group.mesh}, the root over {groups[0].mesh}; one mesh for all "
-                f"modules below a root is supported"
+                f"modules {names} are sharded over mesh {group.data.mesh} on {group.backend.device}, but the root is "
+                f"on {root.device}; give all modules below a root meshes of one device type"
             )

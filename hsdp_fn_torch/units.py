@@ -59,6 +59,18 @@ class Units:
         if self._binding is not None:
             self._binding.uninstall(index)
 
+    def reshard_after_forward(self, index: int) -> None:
+        """`reshard`, as far as the unit's handling says: to smaller groups, or not at all."""
+        way = self.handling[index].reshard_after_forward
+        if type(way) is not int:
+            if way:
+                self.reshard(index)
+            return
+        use, plan, backend = self.uses[index], self.layout.units[index], self.backends[index]
+        unit = on_unit.finish_gather(use.state, plan, backend)
+        self.reshard(index)
+        use.state = on_unit.reshard_after_forward(unit, plan, backend)
+
     def outdate(self, indices: Iterable[int]) -> None:
         """Parameters of these units have changed: what was gathered of them is worth nothing, and graphs made with them
         can't be differentiated any more."""

@@ -22,7 +22,7 @@ class Handling:
 
     Attributes:
         sync: how far backward reduces its gradients.
-        reshard_after_forward: free its full parameters when it has run.
+        reshard_after_forward: free its full parameters when it has run. An int: keep them over groups of so many ranks.
         reshard_after_backward: free them when a backward has ended.
         unshard_in_backward: gather it when gradients reach its output. Without, it is gathered only if autograd asks
             for a parameter it has saved.
@@ -32,7 +32,7 @@ class Handling:
     """
 
     sync: Sync = Sync.FULL
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class Handling:
 def handling_of(state: HSDPState, sync: Sync) -> list[Handling]:
     """As the layout says; units that come gathered stay so through forward."""
     return [
-        Handling(sync, plan.reshard_after_forward and not isinstance(unit.full, tuple))
+        Handling(sync, False if isinstance(unit.full, tuple) else plan.reshard_after_forward)
         for plan, unit in zip(state.layout.units, state.units, strict=True)
     ]
 

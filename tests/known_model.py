@@ -26,6 +26,9 @@ ILLEGAL_PARAMS = {
     (ParamPhase.GATHERING, Op.LOAD),
     (ParamPhase.UNSHARDED, Op.APPLY),
     (ParamPhase.UNSHARDED, Op.LOAD),
+    (ParamPhase.REGROUPED, Op.FULL_PARAMS),
+    (ParamPhase.REGROUPED, Op.APPLY),
+    (ParamPhase.REGROUPED, Op.LOAD),
 }
 ILLEGAL_GRADS = {
     (GradPhase.REDUCING, Op.REDUCE),
@@ -40,7 +43,7 @@ SPECS = (
     ParamSpec("a.b", (4,), "float64"),
 )
 HALF = h.MixedPrecisionPolicy(param_dtype="float16", reduce_dtype="float32")
-CASE = Case(h.plan_layout(SPECS, MeshSpec.hsdp(2, 2), ["a"], mp_policy=HALF), seed=3)
+CASE = Case(h.plan_layout(SPECS, MeshSpec.hsdp(2, 4), ["a"], mp_policy=HALF, reshard_after_forward=2), seed=3)
 
 
 def start(case: Case = CASE) -> HSDPState:

@@ -56,16 +56,27 @@ class UnitModel:
         return GradPhase.EMPTY if self.ready is None else GradPhase.READY
 
     def gather(self) -> list[Collective]:
-        """Start the gather; its collectives."""
-        if self.params is not ParamPhase.SHARDED:
+        """Start the gather; its collectives, over the groups that the parameters are split over now."""
+        before, buckets = self.params, self.plan.buckets
+        if before not in (ParamPhase.SHARDED, ParamPhase.REGROUPED):
             return []
         self.params = ParamPhase.GATHERING
-        return [b.gather for b in self.plan.buckets if b.gather is not None]
+        gathers = [b.regather.gather if b.regather and before is ParamPhase.REGROUPED else b.gather for b in buckets]
+        return [gather for gather in gathers if gather is not None]
 
     def land(self) -> None:
         """Finish the gather."""
         if self.params is ParamPhase.GATHERING:
             self.params = ParamPhase.UNSHARDED
+
+    def reshard(self, *, after_forward: bool) -> None:
+        """Drop the full parameters, after forward no further than to groups of the size that the plan says."""
+        size = self.plan.reshard_after_forward
+        splits = not isinstance(size, bool) and any(b.mesh.shard_size > size for b in self.plan.buckets)
+        if not (after_forward and splits):
+            self.params = ParamPhase.SHARDED
+        elif self.params is ParamPhase.UNSHARDED:
+            self.params = ParamPhase.REGROUPED
 
     def reduce(self, case: Case, given: Mapping[str, Array | None], sync: Sync) -> list[Collective]:
         """Take in one microbatch; the reduce-scatters issued."""

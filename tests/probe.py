@@ -51,19 +51,19 @@ class Probe(ReferenceBackend):
     def all_gather(self, mesh: MeshSpec, shard: Array) -> tuple[Array, Flight]:
         self._count("launch")
         output, flight = super().all_gather(mesh, shard)
-        return self._record("all_gather", output, flight, output.nbytes, mesh.shard)
+        return self._record("all_gather", output, flight, output.nbytes, mesh, mesh.shard)
 
     def reduce_scatter(self, mesh: MeshSpec, packed: Array) -> tuple[Array, Flight]:
         self._count("launch")
         output, flight = super().reduce_scatter(mesh, packed)
-        return self._record("reduce_scatter", output, flight, packed.nbytes, mesh.shard)
+        return self._record("reduce_scatter", output, flight, packed.nbytes, mesh, mesh.shard)
 
     def all_reduce(self, mesh: MeshSpec, buffer: Array) -> tuple[Array, Flight]:
         self._count("launch")
         output, flight = super().all_reduce(mesh, buffer)
         if self.in_place:
             output, flight = buffer, Flight(buffer, flight.value)
-        return self._record("all_reduce", output, flight, buffer.nbytes, mesh.replicate)
+        return self._record("all_reduce", output, flight, buffer.nbytes, mesh, mesh.replicate)
 
     def store(self, shard: Array, dtype: str, factor: float, *, donate: bool) -> Array:
         out = super().store(shard, dtype, factor, donate=donate)
@@ -94,11 +94,11 @@ class Probe(ReferenceBackend):
             raise InjectedFault(f"{kind} {index}")
 
     def _record(
-        self, op: str, output: Array, flight: Flight, nbytes: int, axes: tuple[str, ...]
+        self, op: str, output: Array, flight: Flight, nbytes: int, mesh: MeshSpec, axes: tuple[str, ...]
     ) -> tuple[Array, Flight]:
         group = 1
         for axis in axes:
-            group *= self.mesh.shape[self.mesh.names.index(axis)]
+            group *= mesh.shape[mesh.names.index(axis)]
         self.issued.append((op, nbytes // self.mesh.size, group))
         self.in_flight.add(flight)
         return output, flight

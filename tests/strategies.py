@@ -6,9 +6,9 @@ equality. The oracles share no code with `hsdp_fn`: they index and sum numpy arr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import permutations, product
 from math import frexp, prod
 from typing import Any
@@ -19,9 +19,11 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from hsdp_fn import (
+    ROOT,
     Layout,
     MeshSpec,
     MixedPrecisionPolicy,
+    OnMesh,
     ParamSpec,
     PrefetchPolicy,
     ReductionPolicy,
@@ -84,7 +86,8 @@ class Case:
             policies = f"{unit.mp_policy}, {unit.reduction}, reshard_after_forward={unit.reshard_after_forward}"
             lines.append(f"    unit {unit.title}: {policies}")
             for bucket in unit.buckets:
-                where = f"sharded over {bucket.mesh.shard}, replicated over {bucket.mesh.replicate}"
+                where = f"on {bucket.mesh}, a mean over {bucket.mean_over}"
+                where += f" of {bucket.mesh}"
                 lines += [f"        {m.spec} dim {m.dim} {where}" for m in bucket.params.members]
         return "\n".join(lines) + ")"
 
@@ -122,10 +125,17 @@ class Case:
         """Whether every gradient is exact: all multipliers are powers of two."""
         return all(is_power_of_two(self.scale(name)) for name in self.trainable)
 
+    def peers(self, mesh: MeshSpec, position: int, axes: tuple[str, ...]) -> list[int]:
+        """`peers` on another mesh of the same ranks, in positions of the layout's, which tensors are stacked by."""
+        there = mesh.ranks.index(self.mesh.ranks[position])
+        return [self.mesh.ranks.index(mesh.ranks[p]) for p in peers(mesh, there, axes)]
+
     def scale(self, name: str) -> float:
-        """What the sum over data-parallel ranks is multiplied by."""
-        r, mesh = self.reductions[name], self.mesh
-        ranks = prod(n for n, axis in zip(mesh.shape, mesh.names, strict=True) if axis in mesh.shard + mesh.replicate)
+        """What the sum over data-parallel ranks is multiplied by: a mean is over those of the unit's mesh, or of the
+        parameter's own where these are more."""
+        r = self.reductions[name]
+        (unit,) = (unit.mesh for unit in self.layout.units if name in unit.positions)
+        ranks = max(len(peers(mesh, 0, mesh.shard + mesh.replicate)) for mesh in (unit, self.places[name][0].mesh))
         divisor = r.divide_factor or (ranks if r.op == "avg" else 1)
         return (r.scaling_factor or 1.0) / divisor
 
@@ -146,13 +156,13 @@ class Case:
     def local(self, name: str, full: Array, padding: float = 0.0) -> Array:
         """Rows that each rank owns of its own ``full[rank]``, filled up with ``padding`` to the stored shape."""
         bucket, member = self.places[name]
-        parts = prod(n for n, axis in zip(self.mesh.shape, self.mesh.names, strict=True) if axis in bucket.mesh.shard)
-        owned = chunks(member.spec.shape[member.dim], parts)
+        mesh = bucket.mesh
+        owned = chunks(member.spec.shape[member.dim], len(peers(mesh, 0, mesh.shard)))
         shape = list(member.spec.shape)
         shape[member.dim] = len(owned[0])
         out = np.full((self.mesh.size, *shape), padding, full.dtype)
         for position in range(self.mesh.size):
-            mine = owned[shard_position(bucket.mesh, position)]
+            mine = owned[shard_position(mesh, mesh.ranks.index(self.mesh.ranks[position]))]
             at = (position, *(slice(None),) * member.dim, slice(0, len(mine)))
             out[at] = np.take(full[position], mine, axis=member.dim)
         return out
@@ -169,9 +179,9 @@ class Case:
 
     def mean(self, name: str, total: Array) -> Array:
         """This rank's rows of the gradient, in its finished dtype, from the per-rank sums over microbatches."""
-        axes = self.mesh.shard + self.mesh.replicate
-        whole = total.astype("float64")
-        summed = np.stack([whole[peers(self.mesh, p, axes)].sum(0) for p in range(self.mesh.size)])
+        mesh = self.places[name][0].mesh
+        axes, whole = mesh.shard + mesh.replicate, total.astype("float64")
+        summed = np.stack([whole[self.peers(mesh, p, axes)].sum(0) for p in range(self.mesh.size)])
         return self.local(name, summed * self.scale(name)).astype(self.grad_dtypes[name])
 
     def assert_gradient(self, name: str, found: Array, total: Array) -> None:
@@ -237,6 +247,43 @@ def meshes(draw: st.DrawFn, max_world: int = 8) -> MeshSpec:
     return MeshSpec(sizes, names, tuple(split), tuple(repeat), tuple(ranks))
 
 
+def group_sizes(ranks: Iterable[int]) -> list[int]:
+    """Sizes that cut shard groups of each of these numbers of ranks, where there is more than one; at least one of
+    them into several groups."""
+    several = [n for n in ranks if n > 1]
+    return [size for size in range(2, max(several, default=0)) if all(n % size == 0 for n in several)]
+
+
+@cache
+def _grids(size: int, max_axes: int, splits: bool) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shapes of meshes of so many ranks with the roles of their axes; ``splits``: only such whose shard groups can be
+    cut."""
+    out = []
+    for axes in range(1, max_axes + 1):
+        shapes = [s for s in product(range(1, size + 1), repeat=axes) if prod(s) == size]
+        few = max(1, min(s.count(1) for s in shapes))
+        roles = [
+            r for r in product(("shard", "shard", "other", "replicate", "other"), repeat=axes) if set(r) != {"other"}
+        ]
+        out += [(shape, role) for shape in shapes if shape.count(1) <= few for role in roles]
+    if splits:
+        out = [g for g in out if group_sizes([prod(n for n, r in zip(*g, strict=True) if r == "shard")])]
+    return out
+
+
+@st.composite
+def meshes_over(draw: st.DrawFn, ranks: Sequence[int], max_axes: int = 3, *, splits: bool = False) -> MeshSpec:
+    """Meshes of exactly these ranks, in any order and shape: some axes shard, some replicate, others do neither.
+    ``splits``: there are enough shard ranks for groups smaller than all."""
+    axes = draw(st.sampled_from([n for n in (1, 2, 2, 3, 3, 3, 4, 4) if n <= max_axes]))
+    grids = [g for g in _grids(len(ranks), max_axes, splits) if len(g[0]) == axes]
+    shape, roles = draw(st.sampled_from(grids))
+    names = draw(st.permutations(("x", "y", "z", "t")[:axes]))
+    split = draw(st.permutations([n for n, role in zip(names, roles, strict=True) if role == "shard"]))
+    repeat = draw(st.permutations([n for n, role in zip(names, roles, strict=True) if role == "replicate"]))
+    return MeshSpec(shape, tuple(names), tuple(split), tuple(repeat), tuple(draw(st.permutations(ranks))))
+
+
 _SHAPES = st.sampled_from(
     [
         *((n,) for n in (1, 2, 3, 4, 5, 7, 8, 9, 16)),
@@ -279,31 +326,48 @@ _UNITS = ("layers.1", "layers.10", "layers.1.sub")
 @st.composite
 def layouts(draw: st.DrawFn, max_world: int = 8, *, main_grads: bool = False) -> Layout:
     """A planned model: a root, up to three units whose names are prefixes of each other, some parameters ignored or
-    replicated, some split on other dims; units fused or not. With ``main_grads`` finished gradients may have another
-    dtype than masters."""
+    replicated, some split on other dims, some units and parameters on another mesh of the same ranks; units fused or
+    not, some resharded to smaller groups after forward. With ``main_grads`` finished gradients may have another dtype
+    than masters."""
     names = draw(st.sampled_from([u for n in range(4) for u in permutations(_UNITS, n)]))
     owners = [*names, "embed"] if not names or draw(st.booleans()) else names
     params = [draw(specs(f"{o}.p{i}")) for o in owners for i in range(draw(st.sampled_from([1, 2, 2, 3])))]
-    placements: dict[str, Shard | Replicate | None] = {}
+    regrouping = max_world > 3 and draw(st.integers(0, 2)) == 2
+    if regrouping:
+        world = draw(st.sampled_from([n for n in (4, 6, 8) if n <= max_world]))
+        mesh = draw(meshes_over(range(world), splits=True))
+    else:
+        mesh = draw(meshes(max_world))
+    own_meshes = {name: draw(meshes_over(mesh.ranks)) for name in names if draw(st.integers(0, 4)) == 4}
+    shard_ranks = {name: [own_meshes.get(name, mesh).shard_size] for name in (*names, "embed")}
+    placements: dict[str, Shard | Replicate | OnMesh | None] = {}
     for spec in params:
         dims = [Shard(d) for d in range(-len(spec.shape), len(spec.shape))]
-        placements[spec.name] = draw(st.sampled_from([None, None, Replicate(), *dims]))
+        placement = draw(st.sampled_from([None, None, Replicate(), *dims]))
+        if draw(st.integers(0, 5)) == 5:
+            placement = OnMesh(placement or Shard(0), draw(meshes_over(mesh.ranks)))
+            if not isinstance(placement.placement, Replicate):
+                shard_ranks[spec.name.rpartition(".")[0]].append(placement.mesh.shard_size)
+        placements[spec.name] = placement
     left_out = [ParamSpec("skipped", (3, 2), "float32")] if draw(st.booleans()) else []
-    own = st.builds(
-        partial,
-        st.just(UnitSpec),
-        reshard_after_forward=st.sampled_from([None, True, False]),
+    sizes = {name: group_sizes(ranks) * 3 if ranks[0] > 1 else [] for name, ranks in shard_ranks.items()}
+    own = lambda name: st.builds(  # noqa: E731
+        UnitSpec,
+        st.just(name),
+        reshard_after_forward=st.sampled_from([None, True, False, *sizes[name]]),
         mp_policy=st.sampled_from([None, None, MixedPrecisionPolicy(reduce_dtype="float32")]),
         reduction=st.sampled_from([None, None, ReductionPolicy("sum", unused="zeros"), ReductionPolicy("sum", 2.0)]),
         fused=st.sampled_from([None, None, True, False]),
+        mesh=st.just(own_meshes.get(name)),
     )
     return plan_layout(
         draw(st.permutations([*params, *left_out])),
-        draw(meshes(max_world)),
-        [draw(own)(name) for name in names],
+        mesh,
+        [draw(own(name)) for name in names],
         mp_policy=draw(precisions(apply_grad_on_fp32_main_grad=st.booleans() if main_grads else st.just(False))),
         reduction=draw(reductions),
         prefetch=PrefetchPolicy(backward=draw(st.integers(0, 2))),
+        reshard_after_forward={ROOT: draw(st.sampled_from([False, True, *sizes["embed"]]))},
         fused=draw(st.booleans()),
         placement_fn=lambda spec: placements[spec.name],
         ignored=[spec.name for spec in left_out],

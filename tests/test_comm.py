@@ -41,7 +41,7 @@ def test_custom_collectives_are_called_for_their_unit_only_and_change_no_bit(ran
     bucket = custom.plans["c"].buckets[0]
     shard_size = bucket.mesh.shard_size
     numel = bucket.params.numel
-    group = custom.base.group(bucket.mesh.shard)
+    group = custom.base.group(bucket.mesh, bucket.mesh.shard)
     assert gather.calls == [{"sizes": (numel * shard_size, numel), "group": group}]
     sizes = (numel, numel * shard_size)
     assert scatter.calls == [{"sizes": sizes, "group": group, "op": dist.ReduceOp.SUM}]
@@ -298,11 +298,11 @@ def test_a_separate_group_is_made_once_for_all_units(rank, world):
     again.backends["a"].prepare(again.layout)
     same(everything(again, rank), expected)
     assert len(groups) == before + 1
-    axes = units.plans["a"].buckets[0].mesh.shard
-    own = units.base._separate[axes]
-    assert own is not units.base.group(axes)
-    assert own is separate_group(units.base.group(axes))
-    assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(units.base.group(axes))
+    spec = units.plans["a"].buckets[0].mesh
+    own, shared = units.base._separate[spec], units.base.group(spec, spec.shard)
+    assert own is not shared
+    assert own is separate_group(shared)
+    assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(shared)
 
 
 @on_ranks(2)
@@ -311,7 +311,8 @@ def test_custom_reduce_scatters_are_given_the_separate_group(rank, world):
     comm = UnitComm(reduce_scatter=scatter, separate_reduce_scatter_group=True)
     units = Units(fsdp_mesh(world), {"a": comm})
     units.reduce("a", rank)
-    assert scatter.calls[0]["group"] is separate_group(units.base.group(("shard",)))
+    spec = units.base.spec
+    assert scatter.calls[0]["group"] is separate_group(units.base.group(spec, spec.shard))
 
 
 @on_ranks(2)

@@ -886,7 +886,8 @@ def test_a_mesh_made_anew_after_its_groups_were_destroyed(rank, world):
         model = shard_blocks(OURS, chain(), mesh)
         mean_square(model, data(rank, 0)).backward()
         for at, axis in enumerate(mesh.mesh_dim_names):
-            assert model.hsdp_state.backend.group((axis,)) is mesh.get_group(at), axis
+            backend = model.hsdp_state.backend
+            assert backend.group(backend.spec, (axis,)) is mesh.get_group(at), axis
         for group in mesh.get_all_groups():
             dist.destroy_process_group(group)
 

@@ -95,14 +95,6 @@ def test_what_stands_in_modules_after_forward_without_grad(rank, world):
             assert standing(model) == expected, (api.name, child, root)
 
 
-@on_ranks(4)
-def test_parameters_resharded_to_a_smaller_group_are_refused(rank, world):
-    model = nn.Linear(WIDTH, 4)
-    with pytest.raises(NotImplementedError, match="reshard_after_forward=2 of 4 shard ranks"):
-        fully_shard(model, mesh=fsdp_mesh(world), reshard_after_forward=2)
-    assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
-
-
 @on_ranks(2)
 def test_parameters_are_listed_sharded_while_full_ones_stand_in_the_modules(rank, world):
     """Unlike torch's: optimizers may be made, and ``.grad`` be read, at any moment outside forward."""

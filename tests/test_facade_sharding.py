@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hsdp_fn import DataParallelMeshDims, LayoutError, MeshError, PolicyError
+from hsdp_fn import LayoutError, MeshError, PolicyError
 from hsdp_fn_torch import HSDPModule, fully_shard
 from hsdp_fn_torch.mesh import FSDPMeshInfo, ShardPlacementResult
 from tests.workers_facade import OURS, THEIRS, Trace, assert_parity, chain, data, full, mean_square, shard_blocks, train
@@ -678,15 +678,15 @@ def test_shards_are_those_of_torch(rank, world):
 
 @on_ranks(2)
 def test_a_placement_may_name_its_mesh(rank, world):
-    """The unit's own; another one, and a mesh of which some dims are data parallel, aren't supported."""
+    """The unit's own, or another; see also test_facade_experts.py."""
     mesh, other = fsdp_mesh(world), init_device_mesh("cpu", (world,), mesh_dim_names=("other",))
     for placement, expected in ((Shard(1), Shard(1)), (None, Shard(0))):
         info, model = FSDPMeshInfo(mesh, shard_mesh_dim=0), nn.Linear(WIDTH, 4, bias=False)
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda p, i=info, s=placement: ShardPlacementResult(s, i))
         assert model.weight.placements == (expected,)
-    model, info = nn.Linear(WIDTH, 4, bias=False), FSDPMeshInfo(other, shard_mesh_dim=0)
-    with pytest.raises(NotImplementedError, match=r"'weight'.*several meshes in one unit"):
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), info))
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("shard"))
-    assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+    model, info = nn.Linear(WIDTH, 4), FSDPMeshInfo(other, shard_mesh_dim=0)
+    own = model.weight
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(None, info) if p is own else None)
+    assert model.weight.device_mesh.mesh_dim_names == ("other",) and model.bias.device_mesh == mesh
+    model(torch.zeros(1, WIDTH))
+    assert len(model.hsdp_state.layout.units[0].buckets) == 2

@@ -25,7 +25,7 @@ which = st.sampled_from(["all", "all", "first", "last"])
 calls = st.one_of(
     st.tuples(st.just("unshard"), which, st.booleans()),
     st.tuples(st.just("wait"), which),
-    st.tuples(st.just("shard"), which),
+    st.tuples(st.just("shard"), which, st.booleans()),
     st.tuples(st.just("reduce"), which, st.sampled_from(Sync), st.booleans()),
     st.tuples(st.just("reduce"), which, st.sampled_from(Sync), st.booleans()),
     st.tuples(st.just("finish"), st.booleans()),
@@ -56,7 +56,7 @@ class Run:
             elif name == "wait":
                 self.state = h.wait(state, units)
             elif name == "shard":
-                self.state = h.shard(state, units)
+                self.state = h.shard(state, units, after_forward=args[1])
             elif name == "reduce":
                 wanted = {p.name for i in layout.select(units) for p in layout.units[i].trainable}
                 grads = {n: g for n, g in self.case.grads(self.micro).items() if n in wanted}

@@ -23,6 +23,7 @@ from hsdp_fn import (
     LayoutError,
     MeshSpec,
     MixedPrecisionPolicy,
+    OnMesh,
     ParamSpec,
     PrefetchPolicy,
     ReductionPolicy,
@@ -77,7 +78,8 @@ def test_rows_of_every_parameter_are_a_partition_and_each_piece_keeps_the_order(
 def test_members_of_a_flat_shard_lie_side_by_side_and_what_isnt_parameters_is_counted_as_padding(
     layout: Layout,
 ) -> None:
-    flats = [f for u in layout.units for b in u.buckets for f in (b.params, b.grads) if f is not None]
+    buckets = [b for u in layout.units for b in u.buckets]
+    flats = [f for b in buckets for f in (b.params, b.grads, b.regather and b.regather.params) if f is not None]
     for flat in flats:
         taken = [place for m in flat.members for place in range(m.offset, m.offset + m.numel)]
         assert taken == list(range(flat.numel))
@@ -128,6 +130,12 @@ def test_collectives_carry_whole_padded_flats_in_the_dtype_of_their_kind_and_emp
         assert bucket.grad_dtype == (reduce if main else bucket.dtype)
         s, r = bucket.mesh.shard_size, bucket.mesh.replicate_size
         expect(bucket.gather, "all_gather", bucket.params, compute, s)
+        size = unit.reshard_after_forward
+        assert (bucket.regather is None) == (isinstance(size, bool) or s <= size)
+        if bucket.regather is not None:
+            assert bucket.regather.params.shard_size == bucket.regather.mesh.shard_size == size
+            assert [m.spec for m in bucket.regather.params.members] == [m.spec for m in bucket.params.members]
+            expect(bucket.regather.gather, "all_gather", bucket.regather.params, compute, size)
         expect(bucket.reduce_scatter, "reduce_scatter", bucket.grads, reduce, s)
         expect(bucket.all_reduce, "all_reduce", bucket.grads, reduce, r)
 
@@ -340,6 +348,8 @@ def test_the_digest_changes_with_every_fact_that_ranks_must_agree_on() -> None:
         plan_layout([w, b], mesh, **base, reshard_after_forward=True),
         plan_layout([w, b], mesh, **base, placement_fn=lambda s: Replicate()),
         plan_layout([w, b], mesh, **base, placement_fn=lambda s: Shard(-1)),
+        plan_layout([w, b], mesh, **base, placement_fn=lambda s: OnMesh(Shard(0), MeshSpec.hsdp(1, 2))),
+        plan_layout([w, b], mesh, [UnitSpec("a", mesh=MeshSpec.hsdp(1, 2))]),
         plan_layout([w, b], mesh, **base, mp_policy=MixedPrecisionPolicy("float16")),
         plan_layout([w, b], mesh, **base, mp_policy=MixedPrecisionPolicy(apply_grad_on_fp32_main_grad=True)),
         plan_layout([w, b], mesh, fused=False),
@@ -353,7 +363,7 @@ def test_the_digest_changes_with_every_fact_that_ranks_must_agree_on() -> None:
 
 # ------------------------------------------------------------------------------------------------------ bad inputs
 
-A, B = ParamSpec("a.w", (4, 2), "float32"), ParamSpec("b.w", (4,), "float32")
+A, B, M = ParamSpec("a.w", (4, 2), "float32"), ParamSpec("b.w", (4,), "float32"), MeshSpec.fsdp(2)
 REFUSED: dict[str, tuple[Any, str]] = {
     "no parameter": (lambda: plan(), "no parameter"),
     "a name given twice": (lambda: plan(A, A), r"'a\.w' appears twice"),
@@ -369,9 +379,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a dim too low": (lambda: plan(A, placement_fn=lambda _: Shard(-3)), r"Shard\(-3\) of parameter 'a\.w'"),
     "a dim that is no int": (lambda: plan(A, placement_fn=lambda _: Shard("0")), r"a\.w"),
     "a placement of no kind": (lambda: plan(A, placement_fn=lambda _: "shard"), r"placement of 'a\.w'"),
+    "a mesh of no kind, for one": (lambda: plan(A, placement_fn=lambda _: OnMesh(Shard(), 2)), "'a.w': its mesh"),
+    "no placement on a mesh": (lambda: plan(A, placement_fn=lambda _: OnMesh(None, M)), "of 'a.w'.*found None"),
+    "a mesh on a mesh": (lambda: plan(A, placement_fn=lambda _: OnMesh(OnMesh(Shard(), M), M)), "placement of 'a.w'"),
+    "a mesh for a placement": (lambda: plan(A, placement_fn=lambda _: M), "placement of 'a.w'"),
+    "a dim too high on a mesh": (lambda: plan(A, placement_fn=lambda _: OnMesh(Shard(2), M)), r"Shard\(2\).*'a\.w'"),
+    "a unit's mesh of no kind": (lambda: plan(A, units=(UnitSpec("a", mesh=4),)), "'a': mesh must be a MeshSpec"),
     "a trainable int": (lambda: plan(ParamSpec("i", (4,), "int64")), "'i' of dtype int64 can't require gradients"),
     "a trainable float8": (lambda: plan(ParamSpec("f", (4,), "float8_e5m2")), "'f' of dtype float8_e5m2"),
-    "reshard of no bool, for all": (lambda: plan(A, units=("a",), reshard_after_forward=2), "'a': reshard_after"),
+    "reshard that doesn't divide": (
+        lambda: plan(A, units=("a",), reshard_after_forward=3),
+        "'a': reshard_after_forward=3",
+    ),
+    "reshard of no bool, for all": (lambda: plan(A, units=("a",), reshard_after_forward=2.0), "'a': reshard_after"),
     "reshard of no bool, for one": (lambda: plan(A, units=(UnitSpec("a", (), "yes"),)), "'a': reshard_after"),
     "fused of no bool, for all": (lambda: plan(A, units=("a",), fused=None), "'a': fused must be a bool, found None"),
     "fused of no bool, for one": (lambda: plan(A, units=(UnitSpec("a", fused=1),)), "'a': fused must be a bool"),

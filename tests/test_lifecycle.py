@@ -60,12 +60,20 @@ class Lifecycle(RuleBasedStateMachine):
                 unit.land()
                 self.log(unit.finish())
 
-    @rule(units=draw_units)
-    def reshard(self, units: set[int] | None) -> None:
+    @rule(units=draw_units, after_forward=st.booleans())
+    def reshard(self, units: set[int] | None, after_forward: bool) -> None:
         chosen, names = self.choose(units)
-        if self.call(Op.SHARD, chosen, lambda s: h.shard(s, names)):
+        if self.call(Op.SHARD, chosen, lambda s: h.shard(s, names, after_forward=after_forward)):
             for unit in chosen:
-                unit.params = ParamPhase.SHARDED
+                unit.reshard(after_forward=after_forward)
+
+    @rule(units=draw_units, async_op=st.booleans())
+    def forward(self, units: set[int] | None, async_op: bool) -> None:
+        """Gather and go back to the groups that backward gathers from; then perhaps gather from these."""
+        self.unshard(units, False)
+        self.reshard(units, True)
+        if async_op:
+            self.unshard(units, True)
 
     @rule(
         units=draw_units,
@@ -237,18 +245,22 @@ TestLifecycle.settings = settings(
 def test_the_model_reaches_every_phase() -> None:
     """A machine whose rules never fire together would prove nothing."""
     machine = Lifecycle()
-    case = Case(h.plan_layout([h.ParamSpec("w", (3,), "float32")], h.MeshSpec.hsdp(2, 2)), 0)
+    w = h.ParamSpec("w", (3,), "float32")
+    case = Case(h.plan_layout([w], h.MeshSpec.hsdp(2, 4), reshard_after_forward=2), 0)
     machine.shard_parameters(case, False)
     seen = set()
     for step in (
         lambda: machine.unshard(None, True),
         lambda: machine.wait(None),
         lambda: machine.read(None),
+        lambda: machine.reshard(None, True),
+        lambda: machine.unshard(None, False),
+        lambda: machine.read(None),
         lambda: machine.reduce(None, Sync.SHARD, False, "none"),
         lambda: machine.reduce(None, Sync.FULL, True, "none"),
         lambda: machine.wait(None),
         machine.grads,
-        lambda: machine.reshard(None),
+        lambda: machine.reshard(None, False),
         lambda: machine.new_masters(False, False),
     ):
         step()
@@ -256,3 +268,4 @@ def test_the_model_reaches_every_phase() -> None:
         seen |= {machine.units[0].params, machine.units[0].grads}
     assert seen == {*ParamPhase, *GradPhase}
     assert machine.step == 1
+    assert [(c.op, c.group_size) for c in machine.issued[:2]] == [("all_gather", 4), ("all_gather", 2)]

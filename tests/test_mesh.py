@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hsdp_fn import DataParallelMeshDims, HSDPError, MeshError, MeshSpec
-from tests.strategies import meshes, peers
+from tests.strategies import meshes, meshes_over, peers
 
 
 @given(meshes())
@@ -53,6 +54,60 @@ def test_as_replicated_keeps_ranks_and_divisor_and_repeats_over_all_data_paralle
     assert set(whole.replicate) == set(mesh.shard + mesh.replicate)
     assert whole.data_parallel_size == whole.replicate_size == mesh.data_parallel_size
     assert whole.as_replicated() == whole
+
+
+@given(meshes(), st.data())
+def test_the_data_parallel_group_is_that_of_shard_and_replicate_axes_in_the_meshs_order(
+    mesh: MeshSpec, data: st.DataObject
+) -> None:
+    mesh = data.draw(st.one_of(st.just(mesh), meshes_over(mesh.ranks, 4)))
+    axes = [name for name in mesh.names if name in mesh.shard + mesh.replicate]
+    for position, rank in enumerate(mesh.ranks):
+        group = mesh.data_parallel_group(rank)
+        assert list(group) == [mesh.ranks[p] for p in peers(mesh, position, tuple(axes))]
+        assert len(group) == mesh.data_parallel_size
+        assert [mesh.ranks.index(r) for r in group] == sorted(mesh.ranks.index(r) for r in group)
+
+
+@given(meshes(16), st.data())
+def test_cutting_makes_groups_of_neighbours_in_each_shard_groups_order(mesh: MeshSpec, data: st.DataObject) -> None:
+    mesh = data.draw(st.one_of(st.just(mesh), meshes_over(mesh.ranks, 4)))
+    whole = {tuple(mesh.ranks[p] for p in peers(mesh, i, mesh.shard)) for i in range(mesh.size)}
+    for size in range(-1, mesh.shard_size + 2):
+        if size < 1 or mesh.shard_size % size:
+            with pytest.raises(MeshError, match=f"groups of {size} ranks.*{mesh.shard_size} shard ranks"):
+                mesh.cut(size)
+            continue
+        cut = mesh.cut(size)
+        assert sorted(cut.ranks) == sorted(mesh.ranks)
+        assert (cut.shard_size, cut.replicate) == (size, ())
+        runs = {group[i : i + size] for group in whole for i in range(0, len(group), size)}
+        assert {cut.group(rank, cut.shard) for rank in mesh.ranks} == runs
+        assert all(cut.shard_index(rank) == mesh.shard_index(rank) % size for rank in mesh.ranks)
+
+
+def test_cutting_two_flattened_axes_by_hand() -> None:
+    mesh = MeshSpec((2, 4), ("a", "b"), shard=("b", "a"), ranks=tuple(range(10, 18)))
+    assert mesh.group(10, mesh.shard) == (10, 14, 11, 15, 12, 16, 13, 17)
+    cut = mesh.cut(4)
+    assert [cut.group(rank, cut.shard) for rank in (14, 12)] == [(10, 14, 11, 15), (12, 16, 13, 17)]
+
+
+@given(meshes(), st.data())
+def test_other_roles_leave_the_ranks_where_they_are(mesh: MeshSpec, data: st.DataObject) -> None:
+    other = data.draw(meshes_over(mesh.ranks))
+    dims = DataParallelMeshDims(other.shard or None, other.replicate or None)
+    bare = MeshSpec(other.shape, other.names, shard=other.names, ranks=other.ranks)
+    assert bare.with_roles(dims) == other
+    assert other.with_roles(dims) == other
+
+
+def test_other_roles_name_an_axis_that_isnt_there() -> None:
+    mesh = MeshSpec.hsdp(2, 2)
+    assert mesh.with_roles(DataParallelMeshDims("replicate")).shard == ("replicate",)
+    for dims in (DataParallelMeshDims("tp"), DataParallelMeshDims("shard", ("replicate", "tp"))):
+        with pytest.raises(MeshError, match=r"axis 'tp' isn't an axis .*'replicate', 'shard'"):
+            mesh.with_roles(dims)
 
 
 def test_two_shard_axes_act_as_one_and_the_first_is_the_slowest() -> None:

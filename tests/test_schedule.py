@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def microbatch(state: HSDPState, case: Case, sync: Sync) -> HSDPState:
     for unit in layout.units:
         state = h.unshard(state, unit.name)
     for unit in layout.units:
-        state = h.shard(state, unit.name) if unit.reshard_after_forward else state
+        state = h.shard(state, unit.name, after_forward=True) if unit.reshard_after_forward else state
     grads = case.grads(0)
     root = [u for u in layout.units if u.name == ROOT]
     order = root + [u for u in reversed(layout.units) if u.name != ROOT]
@@ -76,7 +78,7 @@ def test_a_forward_without_gradients_gathers_each_unit_once(case: Case) -> None:
     assert state.ledger == expected_comm(case.layout, backward=False)
 
 
-def model(units: int, mesh: MeshSpec, *, reshard: bool | None = None, ahead: int = 1) -> Layout:
+def model(units: int, mesh: MeshSpec, *, reshard: Any = None, ahead: int = 1) -> Layout:
     """A root with one parameter of 6 elements and units with one of 10, in float32."""
     specs = [ParamSpec("head.w", (6,), "float32"), *(ParamSpec(f"u{i}.w", (5, 2), "float32") for i in range(units))]
     names = [f"u{i}" for i in range(units)]
@@ -99,6 +101,18 @@ def test_counts_and_bytes_are_the_closed_form_with_and_without_resharding(units:
             assert found["reduce_scatter"] == h.CommTotal(units + 1, root + units * unit, units * padded)
             reduces = h.CommTotal(units + 1, root // 2 + units * shard, 0) if mesh.replicate_size > 1 else None
             assert found.get("all_reduce") == reduces
+
+
+def test_a_unit_resharded_to_smaller_groups_is_gathered_over_these_in_backward() -> None:
+    """5 x 2 elements are stored as 8 rows by four ranks, as 6 by two."""
+    for reshard, again in ((2, ("all_gather", 2, 12 * 4, 2)), (True, ("all_gather", 4, 16 * 4, 6))):
+        layout = model(2, MeshSpec.hsdp(2, 4), reshard={"u0": reshard, "u1": reshard})
+        found = expected_comm(layout)
+        gathers = [(c.op, c.group_size, c.nbytes, c.padding) for c in found if c.op == "all_gather" and c.unit == "u0"]
+        assert gathers == [("all_gather", 4, 16 * 4, 6), again]
+        forward = expected_comm(layout, backward=False)
+        assert forward == found[: len(forward)]
+        assert {c.group_size for c in forward} == {4}
 
 
 def test_a_unit_that_isnt_fused_has_the_same_bytes_in_one_collective_a_parameter() -> None:

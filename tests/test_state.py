@@ -17,9 +17,10 @@ from tests.strategies import Case, assert_same, cases
 
 
 def known(mesh: MeshSpec | None = None) -> Case:
-    """Two units on two ranks: the root with 3 float64, "a" with 5x2 float32 (6 of 12 stored elements a rank)."""
+    """Two units on four ranks: the root with 3 float64 (1 of 4 stored elements a rank), "a" with 5x2 float32 (4 of 16);
+    regrouped to two ranks after forward (2 of 4 and 6 of 12)."""
     specs = [ParamSpec("bias", (3,), "float64"), ParamSpec("a.w", (5, 2), "float32")]
-    return Case(h.plan_layout(specs, mesh or MeshSpec.fsdp(2), ["a"]), seed=1)
+    return Case(h.plan_layout(specs, mesh or MeshSpec.fsdp(4), ["a"], reshard_after_forward=2), seed=1)
 
 
 def start(case: Case) -> HSDPState:
@@ -32,6 +33,7 @@ def phases(case: Case) -> dict[str, HSDPState]:
         "sharded": start(case),
         "gathering": h.unshard(start(case), async_op=True),
         "unsharded": h.unshard(start(case)),
+        "regrouped": h.shard(h.unshard(start(case)), after_forward=True),
         "held whole": h.reduce_grads(start(case), case.grads(0), sync=Sync.NONE),
         "held partial": h.reduce_grads(start(case), case.grads(0), sync=Sync.SHARD),
         "reducing": h.reduce_grads(start(case), case.grads(0), async_op=True),
@@ -61,7 +63,7 @@ def test_states_of_different_phases_have_different_treespecs_and_tree_map_over_b
 
 
 def test_states_of_different_layouts_have_different_treespecs() -> None:
-    assert spec(start(known())) != spec(start(known(MeshSpec.hsdp(2, 1))))
+    assert spec(start(known())) != spec(start(known(MeshSpec.hsdp(1, 4))))
     assert spec(start(known())) == spec(start(known()))
 
 
@@ -96,14 +98,15 @@ def test_tree_map_over_a_state_gives_a_state_of_the_same_phase_with_every_tensor
 def test_leaves_are_masters_then_full_parameters_then_gradients_and_what_is_in_flight_has_none() -> None:
     case = known()
     states = phases(case)
-    masters = [(2, 2), (2, 6)]
+    masters = [(4, 1), (4, 4)]
     shapes = {name: [tuple(x.shape) for x in leaves(state)] for name, state in states.items()}
     by_unit = lambda *more: [s for pair in zip(masters, *more, strict=True) for s in pair]  # noqa: E731
     assert shapes == {
         "sharded": masters,
         "gathering": masters,
-        "unsharded": by_unit([(2, 3), (2, 5, 2)]),
-        "held whole": by_unit([(2, 3), (2, 5, 2)]),
+        "unsharded": by_unit([(4, 3), (4, 5, 2)]),
+        "regrouped": by_unit([(4, 2), (4, 6)]),
+        "held whole": by_unit([(4, 3), (4, 5, 2)]),
         "held partial": by_unit(masters),
         "reducing": masters,
         "ready": by_unit(masters),
@@ -113,6 +116,8 @@ def test_leaves_are_masters_then_full_parameters_then_gradients_and_what_is_in_f
 def test_paths_of_leaves_are_the_names_of_fields() -> None:
     paths, _, _ = optree.tree_flatten_with_path(h.unshard(start(known())), namespace=NAMESPACE)
     assert paths[:2] == [("units", 0, "master", 0), ("units", 0, "full", 0)]
+    paths, _, _ = optree.tree_flatten_with_path(phases(known())["regrouped"], namespace=NAMESPACE)
+    assert paths[:2] == [("units", 0, "master", 0), ("units", 0, "full", "flats", 0)]
 
 
 def test_pending_refuses_to_be_read_and_survives_a_tree_map_as_itself() -> None:
@@ -159,6 +164,7 @@ def test_a_clone_shares_no_memory_and_no_token_and_is_equal_otherwise(case: Case
     for make in (
         lambda s: s,
         h.unshard,
+        lambda s: h.shard(h.unshard(s), after_forward=True),
         lambda s: h.reduce_grads(s, case.grads(0), sync=Sync.NONE),
         lambda s: h.reduce_grads(s, case.grads(0), sync=Sync.SHARD),
         lambda s: h.reduce_grads(s, case.grads(0)),
@@ -195,12 +201,13 @@ def test_what_is_in_flight_cant_be_cloned_and_stays_in_flight() -> None:
 
 
 def test_memory_bytes_are_exact_in_every_phase() -> None:
-    master, full = 2 * 8 + 6 * 4, 3 * 8 + 10 * 4
-    gathered = packed = 2 * master
+    master, full, piece = 1 * 8 + 4 * 4, 3 * 8 + 10 * 4, 2 * 8 + 6 * 4
+    gathered = packed = 4 * master
     expected = {
         "sharded": {},
         "gathering": {"in_flight": gathered},
         "unsharded": {"full": full},
+        "regrouped": {"regrouped": piece},
         "held whole": {"acc_full": full},
         "held partial": {"acc_partial": master},
         "reducing": {"in_flight": packed + master},
@@ -209,6 +216,12 @@ def test_memory_bytes_are_exact_in_every_phase() -> None:
     for name, state in phases(known()).items():
         held = {k: v for k, v in h.memory_bytes(state).items() if v}
         assert held == {"master": master, **expected[name], "total": master + sum(expected[name].values())}, name
+    regathering = h.memory_bytes(h.unshard(phases(known())["regrouped"], async_op=True))
+    assert {k: v for k, v in regathering.items() if v} == {
+        "master": master,
+        "in_flight": piece + 2 * piece,
+        "total": master + 3 * piece,
+    }
 
 
 def test_memory_bytes_count_the_cast_shard_of_a_gather_in_flight_and_full_parameters_that_are_copies() -> None:
@@ -219,7 +232,7 @@ def test_memory_bytes_count_the_cast_shard_of_a_gather_in_flight_and_full_parame
     assert h.memory_bytes(flying)["in_flight"] == 2 * 2 + 4 * 2
     whole = Case(h.plan_layout([w], MeshSpec.replicated(2)), seed=1)
     assert h.memory_bytes(h.unshard(start(whole))) == {
-        **dict.fromkeys(("acc_full", "acc_partial", "grad", "in_flight"), 0),
+        **dict.fromkeys(("regrouped", "acc_full", "acc_partial", "grad", "in_flight"), 0),
         "master": 16,
         "full": 16,  # this backend copies
         "total": 32,
@@ -231,13 +244,16 @@ def test_describe_is_a_table_of_units_and_of_what_was_issued() -> None:
     state = h.reduce_grads(h.unshard(start(case)), case.grads(0), sync=Sync.SHARD)
     lines = h.describe(state).splitlines()
     assert lines[0] == f"HSDPState step 0, microbatch 1, layout {case.layout.digest}, backend reference"
-    assert lines[1] == "mesh shard=2: shard over ('shard',), replicate over nothing"
+    assert lines[1] == "mesh shard=4: shard over ('shard',), replicate over nothing"
     assert lines[2].split() == ["unit", "params", "grads", "tensors", "elements", "shard", "bytes"]
-    assert lines[3].split() == ["(root)", "unsharded", "held", "1", "3", "2", str(16 + 24 + 16)]
-    assert lines[4].split() == ["a", "unsharded", "held", "1", "10", "6", str(24 + 40 + 24)]
-    assert lines[5] == f"issued: 2 all_gather, {4 * 8 + 12 * 4} bytes ({8 + 2 * 4} of them padding)"
-    assert lines[6] == f"issued: 2 reduce_scatter, {4 * 8 + 12 * 4} bytes ({8 + 2 * 4} of them padding)"
+    assert lines[3].split() == ["(root)", "unsharded", "held", "1", "3", "1", str(8 + 24 + 8)]
+    assert lines[4].split() == ["a", "unsharded", "held", "1", "10", "4", str(16 + 40 + 16)]
+    assert lines[5] == f"issued: 2 all_gather, {4 * 8 + 16 * 4} bytes ({8 + 6 * 4} of them padding)"
+    assert lines[6] == f"issued: 2 reduce_scatter, {4 * 8 + 16 * 4} bytes ({8 + 6 * 4} of them padding)"
     assert len(lines) == 7
+    regrouped = h.describe(phases(case)["regrouped"]).splitlines()
+    assert regrouped[3].split() == ["(root)", "regrouped", "empty", "1", "3", "1", str(8 + 16)]
+    assert regrouped[4].split() == ["a", "regrouped", "empty", "1", "10", "4", str(16 + 24)]
 
 
 def test_describe_and_memory_bytes_work_on_a_consumed_state_and_say_who_consumed_it() -> None:
@@ -245,7 +261,7 @@ def test_describe_and_memory_bytes_work_on_a_consumed_state_and_say_who_consumed
     h.unshard(state)
     assert ", consumed by unshard at " in h.describe(state).splitlines()[0]
     assert __file__ in h.describe(state)
-    assert h.memory_bytes(state)["total"] == 40
+    assert h.memory_bytes(state)["total"] == 24
 
 
 def test_diff_is_empty_between_a_state_and_its_clone_and_names_every_change() -> None:
@@ -263,9 +279,15 @@ def test_diff_is_empty_between_a_state_and_its_clone_and_names_every_change() ->
         "unit a: gradients empty -> held",
         "unit a: acc_full of [] -> ['a.w']",
     ]
+    d = h.shard(h.unshard(h.clone(a), "a"), "a", after_forward=True)
+    assert [line for line in h.diff(a, d) if "masters" not in line] == [
+        "ledger: 0 collectives -> 1",
+        "unit a: parameters sharded -> regrouped",
+    ]
+    assert h.diff(d, h.clone(d)) == ["unit (root): masters are other tensors", "unit a: masters are other tensors"]
     c = h.apply_updates(h.clone(a), {})
     assert [line for line in h.diff(a, c) if "masters" not in line] == ["step: 0 -> 1"]
-    other = start(known(MeshSpec.hsdp(2, 1)))
+    other = start(known(MeshSpec.hsdp(1, 4)))
     assert h.diff(a, other) == [f"layouts differ: {a.layout.digest} and {other.layout.digest}"]
 
 

@@ -154,7 +154,7 @@ def refuse(rank, world, model, error, match, mesh=None, units=LAYERS) -> None:
 @on_ranks(4)
 def test_a_mesh_of_three_axes_is_refused(rank, world):
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
-    refuse(rank, world, Chain(), MeshError, "found 3 axes.*pass the data-parallel submesh", mesh=mesh)
+    refuse(rank, world, Chain(), MeshError, "found 3 axes.*dp_mesh_dims=DataParallelMeshDims", mesh=mesh)
 
 
 @on_ranks(2)

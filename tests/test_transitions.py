@@ -14,6 +14,7 @@ from hsdp_fn import GradPhase, HSDPState, Keep, ParamPhase, PhaseError, StaleSta
 from hsdp_fn.lifecycle import GRAD_MOVES, PARAM_MOVES, Op
 from tests import known_model
 from tests.known_model import CALLS, CASE, ILLEGAL_GRADS, ILLEGAL_PARAMS, refused, start
+from tests.strategies import assert_same
 
 # ------------------------------------------------------------------------------------------- units and stale states
 
@@ -59,6 +60,7 @@ PARAMS: dict[ParamPhase, Callable[[HSDPState], HSDPState]] = {
     ParamPhase.SHARDED: lambda s: s,
     ParamPhase.GATHERING: lambda s: h.unshard(s, async_op=True),
     ParamPhase.UNSHARDED: h.unshard,
+    ParamPhase.REGROUPED: lambda s: h.shard(h.unshard(s), after_forward=True),
 }
 GRADS: dict[GradPhase, Callable[[HSDPState], HSDPState]] = {
     GradPhase.EMPTY: lambda s: s,
@@ -96,6 +98,46 @@ def test_every_move_in_every_phase_goes_where_the_table_says_or_is_refused_with_
         assert unit.grads_phase in GRAD_MOVES.get((grads, op), (grads,))
 
 
+@pytest.mark.parametrize("grads", list(GradPhase))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ParamPhase.SHARDED, ParamPhase.SHARDED),
+        (ParamPhase.UNSHARDED, ParamPhase.REGROUPED),
+        (ParamPhase.REGROUPED, ParamPhase.REGROUPED),
+    ],
+)
+def test_shard_after_forward_goes_to_smaller_groups_and_no_further_whatever_the_gradients(
+    before: ParamPhase, after: ParamPhase, grads: GradPhase
+) -> None:
+    state = GRADS[grads](PARAMS[before](start()))
+    ledger, kept = state.ledger, [u.full for u in state.units]
+    new = h.shard(state, after_forward=True)
+    assert {(u.params_phase, u.grads_phase) for u in new.units} == {(after, grads)}
+    assert new.ledger == ledger
+    assert before is after or all(u.full is not full for u, full in zip(new.units, kept, strict=True))
+    with pytest.raises(StaleStateError, match="consumed by shard"):
+        h.wait(state)
+
+
+def test_shard_after_forward_is_refused_while_the_gather_runs() -> None:
+    state = PARAMS[ParamPhase.GATHERING](start())
+    with refused(state, PhaseError, "shard: unit '(root)' has gathering parameters", "wait(state)"):
+        h.shard(state, after_forward=True)
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_a_gather_from_smaller_groups_passes_through_every_phase_to_the_same_parameters(async_op: bool) -> None:
+    state = PARAMS[ParamPhase.REGROUPED](start())
+    issued = len(state.ledger)
+    state = h.unshard(state, async_op=async_op)
+    assert {u.params_phase for u in state.units} == {ParamPhase.GATHERING if async_op else ParamPhase.UNSHARDED}
+    state = h.wait(state)
+    assert {c.group_size for c in state.ledger[:issued]} == {4}
+    assert {c.group_size for c in state.ledger[issued:]} == {2}
+    assert_same(h.full_params(state), h.full_params(h.unshard(start())))
+
+
 ADVICE: dict[tuple[ParamPhase | GradPhase, Op], Callable[[HSDPState], HSDPState]] = {
     (ParamPhase.SHARDED, Op.FULL_PARAMS): h.unshard,
     (ParamPhase.GATHERING, Op.SHARD): h.wait,
@@ -104,6 +146,9 @@ ADVICE: dict[tuple[ParamPhase | GradPhase, Op], Callable[[HSDPState], HSDPState]
     (ParamPhase.GATHERING, Op.LOAD): lambda s: h.shard(h.wait(s)),
     (ParamPhase.UNSHARDED, Op.APPLY): h.shard,
     (ParamPhase.UNSHARDED, Op.LOAD): h.shard,
+    (ParamPhase.REGROUPED, Op.FULL_PARAMS): h.unshard,
+    (ParamPhase.REGROUPED, Op.APPLY): h.shard,
+    (ParamPhase.REGROUPED, Op.LOAD): h.shard,
     (GradPhase.REDUCING, Op.REDUCE): h.wait,
     (GradPhase.HELD, Op.GRADS): lambda s: h.reduce_grads(s, None, sync=Sync.FULL),
     (GradPhase.HELD, Op.APPLY): h.reset_iter,
