@@ -106,6 +106,7 @@ class Tables:
     def own(self) -> Iterator[None]:
         """Inside, all that `install` has put anywhere is away. What is replaced meanwhile stays replaced."""
         inside = [[table[name] for table, name, _ in slots] if on else None for slots, on in self._state()]
+        left = dict(self._left)
         self.disconnect()
         try:
             yield
@@ -116,6 +117,7 @@ class Tables:
                     self._installed[index] = True
                     for (table, name, _), tensor in zip(self._slots[index], tensors, strict=True):
                         table[name] = tensor
+            self._left = left
 
     def disconnect(self) -> None:
         """Put back everything: the frame has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,8 +151,11 @@ def clip_grad_norm_(
             by_mesh.setdefault((mesh, getattr(param, "_hsdp_peers", None)), []).append(grad)
     norms = []
     for (mesh, peers), grads_ in by_mesh.items():
-        norm = torch.nn.utils.get_total_norm(grads_, norm_type, False, foreach)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if math.isinf(norm_type):
+            norm = _largest(grads_)
+        else:
+            norm = torch.nn.utils.get_total_norm(grads_, norm_type, False, foreach)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         norms.append(norm if peers is None else _norm_over(norm, norm_type, mesh, peers))
     if not norms:
         return torch.tensor(0.0)
@@ -166,6 +169,19 @@ def clip_grad_norm_(
         locals_ = [local_of(g) for g in grads_]
         torch._foreach_mul_(locals_, scale.to(locals_[0].device))
     return total
+
+
+def _largest(grads_: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude. (Torch's infinity norm raises on a rank without an element, and its peers wait.)"""
+    rows = [local_of(g) for g in grads_]
+    found = torch.zeros((), dtype=max((r.dtype for r in rows), key=lambda d: d.itemsize), device=rows[0].device)
+    for row in rows:
+        if row.numel():
+            found = torch.maximum(found, row.abs().max().to(found.dtype))
+    sharded = [g for g in grads_ if isinstance(g, DTensor)]
+    for axis in sorted({axis for g in sharded for axis, p in enumerate(g.placements) if not p.is_replicate()}):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=sharded[0].device_mesh.get_group(axis))
+    return found
 
 
 def _norm_over(norm: Tensor, norm_type: float, mesh: DeviceMesh, ranks: tuple[int, ...]) -> Tensor:

@@ -686,23 +686,44 @@ def test_replicated_children_of_a_sharded_root(rank, world):
 # ------------------------------------------------------------------------------------------ norms and state dicts
 
 
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("kind", ["local", "DTensor", "DDP", "HSDP", "unit on replicas", "own unit"])
 @on_ranks(4)
-def test_clipping_and_state_dicts(rank, world):
-    """With experts as DTensors the norm is that of all experts, equal on all ranks; state dicts go round."""
+def test_clipping(rank, world, kind, order):
+    """The norm of all experts and the rest on every rank, whoever holds them; all are scaled alike."""
+    single, ep = single_process(), pair(world)
+    model = copy.deepcopy(single) if kind == "HSDP" else keep_own(copy.deepcopy(single), rank, world, kind)
+    info = FSDPMeshInfo(ep["edp"], shard_mesh_dim=0)
+    if kind == "DDP":
+        info = DDPMeshInfo(ep["edp"], replicate_mesh_dim=0)
+    if kind == "HSDP":
+        info = HSDPMeshInfo(mesh_of(rep=2, edp=2), shard_mesh_dim=1, replicate_mesh_dim=0)
+    fn = by_mesh(info, model)
+    if kind == "own unit":
+        fn = fully_shard(model.experts, mesh=mesh_of(dp=world), shard_placement_fn=fn) and None
+    mesh = mesh_of(rep=2, shard=2) if kind == "unit on replicas" else mesh_of(dp=world)
+    fully_shard(model, mesh=mesh, shard_placement_fn=fn)
+    run_once(model, rank)
+    expected = mean_grads(single, [(x, y) for x, _, y in batches(world)] if kind == "HSDP" else batches(world))
+    for n, p in single.named_parameters():
+        p.grad = expected[n].clone()
+    norm = clip_grad_norm_(model.parameters(), 1.0, order)
+    close([norm], [nn.utils.clip_grad_norm_(single.parameters(), 1.0, order)], 2e-6)
+    answers = [torch.zeros(()) for _ in range(world)]
+    dist.all_gather(answers, norm)
+    equal(answers, answers[:1] * world)
+    found = full_grads(model)
+    close(found, as_whole(found, {n: p.grad for n, p in single.named_parameters()}, rank), 2e-6)
+
+
+@on_ranks(4)
+def test_state_dicts(rank, world):
+    """Experts as DTensors: whole and sharded ones go round, and the model trains on."""
     single = single_process()
     model = keep_own(copy.deepcopy(single), rank, world, "DTensor")
     fn = by_mesh(FSDPMeshInfo(pair(world)["edp"], shard_mesh_dim=0), model)
     fully_shard(model, mesh=mesh_of(dp=world), shard_placement_fn=fn)
     run_once(model, rank)
-    expected = mean_grads(single, batches(world))
-    for n, p in single.named_parameters():
-        p.grad = expected[n].clone()
-    norm = clip_grad_norm_(model.parameters(), 1.0)
-    close([norm], [nn.utils.clip_grad_norm_(single.parameters(), 1.0)], 2e-6)
-    answers = [torch.zeros(()) for _ in range(world)]
-    dist.all_gather(answers, norm)
-    equal(answers, answers[:1] * world)
-    close(full_grads(model), {n: p.grad for n, p in single.named_parameters()}, 2e-6)
     model.zero_grad()
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     equal(whole, dict(single.state_dict()))

@@ -63,6 +63,23 @@ class Mlp(nn.Module):
         return self.norm(x + self.down(torch.relu(self.up(x))))
 
 
+class Line(nn.Module):
+    """The first layer of an `Mlp`, for many ranks: torch takes long to plan each operator on a mesh of three axes."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+def line(hidden: int = 8) -> nn.Sequential:
+    """A `Line` with the same random values on every rank and call."""
+    torch.manual_seed(0)
+    return nn.Sequential(Line(hidden))
+
+
 SPLIT = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
 """Placements of an `Mlp` on a tensor-parallel axis; the rest is replicated."""
 
