@@ -10,6 +10,7 @@ from .errors import (
     HSDPError,
     LayoutError,
     MeshError,
+    PeerFailed,
     PendingError,
     PhaseError,
     PolicyError,
@@ -43,6 +44,7 @@ from .policy import (
     PrefetchPolicy,
     ReductionPolicy,
     Sync,
+    microbatches,
 )
 from .schedule import CommTotal, expected_comm, totals
 from .state import GradShards, HSDPState, Pending, Regrouped, UnitState
@@ -70,6 +72,7 @@ __all__ = [
     "OnMesh",
     "ParamPhase",
     "ParamSpec",
+    "PeerFailed",
     "Pending",
     "PendingError",
     "PhaseError",
@@ -95,6 +98,7 @@ __all__ = [
     "load_masters",
     "masters",
     "memory_bytes",
+    "microbatches",
     "plan_layout",
     "reduce_grads",
     "reset_iter",

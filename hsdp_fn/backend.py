@@ -32,6 +32,11 @@ class Backend(Protocol):
         plane: called by `shard` only, so that ranks fail together."""
         ...
 
+    def votes(self, mine: bool) -> int:
+        """Communicates: how many of the ranks that `exchange` reaches say yes. One element over the shard group and,
+        where there is one, over the replicate group."""
+        ...
+
     def prepare(self, layout: Layout) -> None:
         """Communicates where process groups have to be made: all that the layout needs, in the same order on every
         rank. Called by `shard`, after all ranks have agreed on the layout."""
@@ -59,6 +64,10 @@ class Backend(Protocol):
 
     def local_shape(self, mesh: MeshSpec, member: Member) -> tuple[int, ...]:
         """Shape of this rank's rows of a parameter, as `split` gives and `join` takes them."""
+        ...
+
+    def zeros(self, numel: int, dtype: str) -> Tensor:
+        """New 1-D memory of zeros on the compute device."""
         ...
 
     def shard_params(self, mesh: MeshSpec, flat: Flat, params: Sequence[Tensor]) -> Tensor:

@@ -46,5 +46,20 @@ class RankMismatchError(HSDPError, RuntimeError):
     """Ranks disagree on something that must be the same everywhere. Raised on every rank."""
 
 
+class PeerFailed(HSDPError, RuntimeError):
+    """Other ranks failed in an attempt that all had to finish, so this one dropped it too. The state is as before.
+
+    Attributes:
+        ranks: global ranks that failed.
+        reasons: what each of them met, by rank.
+    """
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        self.reasons = dict(sorted(reasons.items()))
+        self.ranks = tuple(self.reasons)
+        texts = "; ".join(f"rank {rank}: {reason}" for rank, reason in self.reasons.items())
+        super().__init__(f"other ranks failed, so nobody took this attempt: {texts}")
+
+
 class BackendError(HSDPError, RuntimeError):
     """The backend can't do what the layout asks of it (a dtype, a device, a collective)."""

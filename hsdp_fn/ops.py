@@ -17,6 +17,7 @@ from .errors import LayoutError, PolicyError, RankMismatchError
 from .layout import Bucket, Collective, Layout, Member, UnitLayout
 from .lifecycle import GradPhase, Op, check
 from .policy import Keep, Sync
+from .schedule import Log
 from .state import GradShards, HSDPState, Pending, Regrouped, Token, UnitState
 
 Units = str | Iterable[str] | None
@@ -56,7 +57,7 @@ def shard(
             raise TypeError("shard(state, units) takes unit names; shard(params, layout, backend=...) takes a layout")
         backend = source.backend
 
-        def reshard(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+        def reshard(u: UnitState, plan: UnitLayout, log: Log) -> UnitState:
             return on_unit.reshard_after_forward(u, plan, backend) if after_forward else on_unit.reshard(u)
 
         return _each(source, layout, Op.SHARD, reshard)
@@ -102,7 +103,7 @@ def unshard(state: HSDPState, units: Units = None, *, async_op: bool = False) ->
         UnknownUnitError, StaleStateError: before any collective.
     """
 
-    def gather(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+    def gather(u: UnitState, plan: UnitLayout, log: Log) -> UnitState:
         return on_unit.start_gather(u, plan, state.backend, log)
 
     started = _each(state, units, Op.UNSHARD, gather, consume=False)
@@ -131,7 +132,7 @@ def wait(state: HSDPState, units: Units = None) -> HSDPState:
         UnknownUnitError, StaleStateError: before any collective.
     """
 
-    def finish(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+    def finish(u: UnitState, plan: UnitLayout, log: Log) -> UnitState:
         u = on_unit.finish_gather(u, plan, state.backend)
         u = on_unit.finish_reduce(u, plan, state.backend, log)
         state.backend.settle()
@@ -193,7 +194,7 @@ def reduce_grads(
     if rows is not None and sync is Sync.NONE:  # what is held must not change with the caller's tensors
         rows = {unit: [None if g is None else state.backend.clone(g) for g in row] for unit, row in rows.items()}
 
-    def reduce(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+    def reduce(u: UnitState, plan: UnitLayout, log: Log) -> UnitState:
         given = None if rows is None else rows[plan.name]
         u = on_unit.start_reduce(u, plan, state.backend, given, sync, log)
         if not async_op:
@@ -225,7 +226,7 @@ def grads(state: HSDPState) -> tuple[HSDPState, dict[str, Tensor | None]]:
         if u.reducing is not None and u.reducing.sync is not Sync.FULL:
             check(u.name, u.params_phase, GradPhase.HELD, Op.GRADS)
 
-    def take(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+    def take(u: UnitState, plan: UnitLayout, log: Log) -> UnitState:
         u = on_unit.finish_reduce(u, plan, backend, log)
         out.update((p.name, None) for p in plan.trainable)
         if u.grad is not None:
@@ -293,7 +294,7 @@ def reset_iter(state: HSDPState, *, keep: Keep = Keep.NOTHING) -> HSDPState:
     backend = state.backend
     kept = keep is Keep.ACCUMULATED
 
-    def reset(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+    def reset(u: UnitState, plan: UnitLayout, log: Log) -> UnitState:
         if kept:
             u = on_unit.finish_reduce(u, plan, backend, log)
             on_unit.drop_flight(u, backend)
@@ -342,7 +343,7 @@ def _each(
     state: HSDPState,
     units: Units,
     op: Op,
-    move: Callable[[UnitState, UnitLayout, on_unit.Log], UnitState],
+    move: Callable[[UnitState, UnitLayout, Log], UnitState],
     *,
     micro: int | None = None,
     consume: bool = True,
@@ -354,7 +355,7 @@ def _each(
         u = state.units[i]
         check(u.name, u.params_phase, u.grads_phase, op)
     done = list(state.units)
-    log: on_unit.Log = []
+    log = Log(state.token.journal)
     try:
         for i in selected:
             done[i] = move(done[i], state.layout.units[i], log)
@@ -373,7 +374,9 @@ def _next(
     state: HSDPState, units: Sequence[UnitState], log: tuple[Collective, ...], micro: int | None = None
 ) -> HSDPState:
     micro = state.micro if micro is None else micro
-    return HSDPState(tuple(units), state.layout, state.backend, state.step, micro, state.ledger + log, Token())
+    return HSDPState(
+        tuple(units), state.layout, state.backend, state.step, micro, state.ledger + log, Token(state.token.journal)
+    )
 
 
 def _replace_masters(state: HSDPState, masters: Mapping[str, Tensor], op: Op, step: int) -> HSDPState:
@@ -398,7 +401,7 @@ def _replace_masters(state: HSDPState, masters: Mapping[str, Tensor], op: Op, st
                 f"{expected[name][0]} {expected[name][1]}. Give the local rows, as masters(state) does."
             )
 
-    def replace(u: UnitState, plan: UnitLayout, log: on_unit.Log) -> UnitState:
+    def replace(u: UnitState, plan: UnitLayout, log: Log) -> UnitState:
         flats = tuple(
             backend.join(b.mesh, b.params, flat, [given.get(m.spec.name) for m in b.params.members])
             for b, flat in zip(plan.buckets, u.master, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
@@ -28,6 +29,22 @@ class Sync(Enum):
     NONE = "none"
     SHARD = "shard"
     FULL = "full"
+
+
+def microbatches(count: int, *, hold: Sync = Sync.NONE) -> Iterator[Sync]:
+    """``sync`` of each of ``count`` microbatches of one optimizer step: ``hold`` for all but the last, which finishes::
+
+        for sync, (x, y) in zip(microbatches(len(batches)), batches, strict=True):
+            (loss, _), state = step(state, x, y, sync=sync)
+
+    Raises:
+        PolicyError: fewer than one microbatch, or no `Sync`.
+    """
+    if type(count) is not int or count < 1:
+        raise PolicyError(f"count must be an int of at least 1, found {count!r}")
+    if not isinstance(hold, Sync):
+        raise PolicyError(f"hold must be a Sync (NONE, SHARD or FULL), found {hold!r}")
+    return iter([hold] * (count - 1) + [Sync.FULL])
 
 
 class Keep(Enum):
@@ -106,7 +123,9 @@ class ReductionPolicy:
         scaling_factor: multiplies the result, after the division.
         unused: what a trainable parameter without a gradient becomes. ``"none"`` leaves it without one, and a bucket
             none of whose parameters has one issues no collective; every rank must then use the same parameters, as a
-            rank that didn't use one keeps its rows of it unchanged. ``"zeros"`` reduces zeros, in one order of units,
+            rank that didn't use one keeps its rows of it unchanged. ``"checked"`` is the same, and compares before each
+            reduction what takes part on all ranks, which costs one short message a rank and unit: for debugging.
+            ``"zeros"`` reduces zeros, in one order of units,
             so that ranks which use different units still reduce the same. (Their gathers must match too: gather such
             units on all ranks with `unshard` before the step.)
     """
@@ -119,8 +138,8 @@ class ReductionPolicy:
     def __post_init__(self) -> None:
         if self.op not in ("avg", "sum"):
             raise PolicyError(f"op must be 'avg' or 'sum', found {self.op!r}")
-        if self.unused not in ("none", "zeros"):
-            raise PolicyError(f"unused must be 'none' or 'zeros', found {self.unused!r}")
+        if self.unused not in ("none", "zeros", "checked"):
+            raise PolicyError(f"unused must be 'none', 'zeros' or 'checked', found {self.unused!r}")
         for field in ("divide_factor", "scaling_factor"):
             value = getattr(self, field)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -62,6 +62,9 @@ class ReferenceBackend:
     def exchange(self, message: str) -> dict[int, str]:
         return dict.fromkeys(self.mesh.ranks, message)  # one program stands for all ranks
 
+    def votes(self, mine: bool) -> int:
+        return self.mesh.size if mine else 0
+
     def prepare(self, layout: Layout) -> None:
         pass
 
@@ -84,6 +87,9 @@ class ReferenceBackend:
 
     def local_shape(self, mesh: MeshSpec, member: Member) -> tuple[int, ...]:
         return member.stored_shape  # padding included: ranks of one array have one shape
+
+    def zeros(self, numel: int, dtype: str) -> Tensor:
+        return np.zeros((self.mesh.size, numel), dtype)
 
     def shard_params(self, mesh: MeshSpec, flat: Flat, params: Sequence[Tensor]) -> Tensor:
         out = np.zeros((mesh.size, flat.numel), params[0].dtype)

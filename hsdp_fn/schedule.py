@@ -1,9 +1,11 @@
-"""Which collectives a step issues, in order, with bytes: computed from the layout alone, before anything runs."""
+"""Which collectives a step issues, in order, with bytes: computed from the layout alone, before anything runs; and what
+was issued.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .layout import ROOT, Collective, Layout, UnitLayout
@@ -46,6 +48,42 @@ def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = Tr
     for unit in roots:
         owed = _reduce(unit, sync, owed, out)
     return tuple(out + owed)
+
+
+class Journal(list[Collective]):
+    """What an attempt has issued so far, in order. ``planned``: what it is to issue, as far as its calls have said."""
+
+    __slots__ = ("planned",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned: list[Collective] = []
+
+
+class Log(list[Collective]):
+    """Collectives in the order in which they were issued.
+
+    Args:
+        journal: of the attempt that they belong to, if any, which gets them too.
+    """
+
+    __slots__ = ("journal",)
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        super().__init__()
+        self.journal = journal
+
+    def append(self, collective: Collective) -> None:
+        """One more was issued."""
+        super().append(collective)
+        if self.journal is not None:
+            self.journal.append(collective)
+
+
+def still_owed(schedule: Sequence[Collective], issued: Sequence[Collective]) -> tuple[Collective, ...] | None:
+    """What remains of a schedule; None if what was issued isn't its beginning."""
+    done = len(issued)
+    return tuple(schedule[done:]) if tuple(schedule[:done]) == tuple(issued) else None
 
 
 @dataclass(frozen=True, slots=True)

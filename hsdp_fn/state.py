@@ -19,6 +19,7 @@ from .errors import PendingError, StaleStateError
 from .layout import Collective, Layout
 from .lifecycle import GradPhase, ParamPhase
 from .policy import Sync
+from .schedule import Journal
 
 _PACKAGES = ("hsdp_fn", "hsdp_fn_torch", "hsdp_fn_ms")
 #: The optree namespace of all state types.
@@ -26,15 +27,17 @@ NAMESPACE = "hsdp_fn"
 
 
 class Token:
-    """Says whether a state may still be used. Dies with the call that consumes the state.
+    """Says whether a state may still be used. Dies with the call that consumes the state. ``journal`` is that of the
+    attempt to which the state belongs, if any; it is handed on to the states that follow.
 
     All tokens compare equal, else no two treespecs would match. A copy made by `tree_map` shares its original's token,
     as it may share its memory; `clone` makes a new one.
     """
 
-    __slots__ = ("consumer", "line")
+    __slots__ = ("consumer", "journal", "line")
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
+        self.journal = journal
         self.consumer: str | None = None
         self.line: str = ""
 

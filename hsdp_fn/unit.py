@@ -15,9 +15,8 @@ from .backend import Backend, Handle, Tensor
 from .layout import Bucket, Collective, UnitLayout
 from .lifecycle import Op, check
 from .policy import Sync
+from .schedule import Log
 from .state import GradShards, Pending, Regrouped, UnitState
-
-Log = list[Collective]
 
 
 def start_gather(unit: UnitState, plan: UnitLayout, backend: Backend, log: Log) -> UnitState:
@@ -236,6 +235,22 @@ def drop_flight(unit: UnitState, backend: Backend) -> None:
             for handle in pending.handles:
                 with suppress(Exception):
                     backend.wait(handle)
+
+
+def pay(owed: Collective, plan: UnitLayout, unit: UnitState, backend: Backend) -> None:
+    """Take part in a collective that peers wait for, for a rank that has failed: with zeros, or its own shard, and the
+    result is thrown away. Communicates: that collective; and waits for it."""
+    bucket = plan.buckets[owed.bucket]
+    if owed.op == "all_gather" and bucket.regather is not None and owed == bucket.regather.gather:
+        piece = backend.zeros(bucket.regather.params.numel, bucket.compute_dtype)
+        _, handle = backend.all_gather(bucket.regather.mesh, piece)
+    elif owed.op == "all_gather":
+        _, handle = backend.all_gather(bucket.mesh, backend.load(unit.master[owed.bucket], bucket.compute_dtype))
+    elif owed.op == "reduce_scatter":
+        _, handle = backend.reduce_scatter(bucket.mesh, backend.zeros(owed.numel, owed.dtype))
+    else:
+        _, handle = backend.all_reduce(bucket.mesh, backend.zeros(owed.numel, owed.dtype))
+    backend.wait(handle)
 
 
 def await_all(backend: Backend, handles: Sequence[Handle]) -> None:

@@ -31,6 +31,7 @@ from .model import param_specs, plan_module, shard_module
 from .module import HSDPModule, UnshardHandle, describe
 from .optim import clip_grad_norm_, global_norm, optimizer_step, shard_parameters
 from .p2p import PointToPointAllGather, PointToPointReduceScatter
+from .recovery import recoverable
 from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -78,6 +79,7 @@ __all__ = [
     "optimizer_step",
     "param_specs",
     "plan_module",
+    "recoverable",
     "register_fsdp_forward_method",
     "replicate",
     "set_model_state_dict",

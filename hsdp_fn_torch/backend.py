@@ -12,7 +12,9 @@ reduction is always SUM; scaling is done here (gloo and HCCL have no usable PREM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,6 +90,7 @@ class TorchBackend:
         if isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu":
             self.home, self._pin = torch.device("cpu"), self.offload.pin_memory
         self.pool = BufferPool(self.device)  # large buffers, reused while a frame runs
+        self._limit: list[timedelta | None] = [None]  # how long to wait for a collective; shared with units' backends
         self._copies: list[torch.Event] = []  # between host and device, not known to have ended
         self._kind = dist.get_backend(own[0])
         self.name = f"torch {self._kind} on {self.device}"
@@ -157,6 +160,14 @@ class TorchBackend:
                 known = {rank: text for answer in answers for rank, text in answer.items()}
         return dict(sorted(known.items()))
 
+    def votes(self, mine: bool) -> int:
+        """See `Backend.votes`."""
+        count = torch.tensor([int(mine)], dtype=torch.int32, device=self.device)
+        for axes in (self.spec.shard, self.spec.replicate):
+            if axes and len(self.spec.group(self.rank, axes)) > 1:
+                self._await(dist.all_reduce(count, group=self.group(self.spec, axes), async_op=True))
+        return int(count.item())
+
     def prepare(self, layout: Layout) -> None:
         """See `Backend.prepare`."""
         for unit in layout.units:
@@ -197,6 +208,20 @@ class TorchBackend:
     def local_shape(self, mesh: MeshSpec, member: Member) -> tuple[int, ...]:
         """See `Backend.local_shape`."""
         return member.local_shape(mesh.shard_index(self.rank))
+
+    @contextmanager
+    def limited(self, seconds: float | None) -> Iterator[None]:
+        """Inside, waiting for one collective takes at most so long (None: as the process group says). On a device the
+        host then waits for each collective."""
+        before, self._limit[0] = self._limit[0], None if seconds is None else timedelta(seconds=seconds)
+        try:
+            yield
+        finally:
+            self._limit[0] = before
+
+    def zeros(self, numel: int, dtype: str) -> Tensor:
+        """See `Backend.zeros`."""
+        return torch.zeros(numel, dtype=_TORCH_DTYPE[dtype], device=self.device)
 
     def shard_params(self, mesh: MeshSpec, flat: Flat, params: Sequence[Tensor]) -> Tensor:
         """See `Backend.shard_params`."""
@@ -308,7 +333,14 @@ class TorchBackend:
     def wait(self, handle: dist.Work | None) -> None:
         """See `Backend.wait`."""
         if handle is not None:
-            handle.wait()
+            self._await(handle)
+
+    def _await(self, handle: dist.Work) -> None:
+        try:
+            handle.wait() if self._limit[0] is None else handle.wait(self._limit[0])
+        except Exception as error:
+            error._hsdp_collective = True  # type: ignore[attr-defined]  # `recoverable` asks for it
+            raise
 
     def _copying(self) -> None:
         """Note a copy between host and device, so that `settle` waits for it before the host touches either end."""

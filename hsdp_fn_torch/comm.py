@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -389,7 +390,7 @@ class _Once:
         self._work = work
         self._failure: BaseException | None = None
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         work, self._work = self._work, None
         if work is not None:
             try:

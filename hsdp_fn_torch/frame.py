@@ -66,9 +66,10 @@ class Frame(Units):
     ) -> None:
         super().__init__(state, handling, backends, tables, followers, on_wake)
         self.in_backward, self.backwards = False, 0  # how many have ended
+        self.reached: int | None = None  # the unit that backward came to last
         self.anchor = torch.zeros((), requires_grad=True)
         self._on_backward, self._forward_only = on_backward, forward_only
-        self._reducer = Reducer(state.layout, self.uses, handling, self.backends, self.log)
+        self._reducer = Reducer(state.layout, self.uses, handling, self.backends, self.log, self.backend)
         self._guests: list[int] = []  # units that were gathered for a backward in which no node will reshard them
         self._soon = -1  # saved views left when a quarter of the present unit's backward is done
 
@@ -236,6 +237,7 @@ class Frame(Units):
                 return
             self.begin_backward()
         self.order.reach(number)
+        self.reached = index
         use, plan = self.uses[index], self.layout.units[index]
         with span("pre_backward", plan):
             if self.handling[index].unshard_in_backward:
@@ -311,6 +313,9 @@ class Frame(Units):
             unused = plan.reduction.unused == "zeros" and not use.reduced and bool(plan.trainable)
             if use.partial is not None or (self.handling[index].sync is not Sync.NONE and (unused or held)):
                 self._reduce(index)
+        checked = any(u.reduction.unused == "checked" for u in self.layout.units)
+        if checked and any(way.sync is not Sync.NONE for way in self.handling):
+            self._reducer.compare("nothing more")
         self._reducer.advance()
         whole = self.order.end_backward() or self._on_backward is None
         for index, use in enumerate(self.uses):

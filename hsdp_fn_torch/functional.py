@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hsdp_fn import ROOT, HSDPState, Sync
+from hsdp_fn import ROOT, HSDPState, Sync, expected_comm
 
 from .binding import binding_of
 from .casting import map_tensors
@@ -103,6 +103,8 @@ def value_and_grad(
         state.token.require("value_and_grad")
         if not isinstance(sync, Sync):
             raise TypeError(f"sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
+        if state.token.journal is not None:
+            state.token.journal.planned.extend(expected_comm(state.layout, sync=sync))
         frame = Frame(state, handling_of(state, sync))
         try:
             with torch.enable_grad():
@@ -130,6 +132,8 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
 
     def run(state: HSDPState, *batch: Any, **kwargs: Any) -> tuple[Any, HSDPState]:
         state.token.require("evaluate")
+        if state.token.journal is not None:
+            state.token.journal.planned.extend(expected_comm(state.layout, backward=False))
         frame = Frame(state, handling_of(state, Sync.NONE), forward_only=True)
         try:
             with torch.no_grad():

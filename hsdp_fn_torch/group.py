@@ -37,6 +37,9 @@ from .mesh import DataMesh
 from .planning import ShardPlacementFn, has_extension, placement_of, require_plain_tensor
 from .use import Handling
 
+#: Parameters with what is to be added to their gradients, and the attribute that it is for.
+Gradients = Sequence[tuple[nn.Parameter, DTensor, str]]
+
 
 @dataclass(slots=True)
 class Settings:
@@ -48,7 +51,7 @@ class Settings:
         fused: one collective of a kind for all parameters of one dtype.
         whole: nothing is sharded (`replicate`).
         forward_prefetch, backward_prefetch: groups to gather while this one runs; None for the default.
-        last_backward, post_optimizer_event: what a tree of which this group is the root begins with.
+        last_backward, strict, post_optimizer_event: what a tree of which this group is the root begins with.
     """
 
     reshard_after_forward: bool | int | None
@@ -59,6 +62,7 @@ class Settings:
     forward_prefetch: list[Group] | None = None
     backward_prefetch: list[Group] | None = None
     last_backward: bool = True
+    strict: bool = False
     post_optimizer_event: Any = None
 
 
@@ -370,7 +374,7 @@ class Group:
             yield param
 
 
-def deliver(gradients: Sequence[tuple[nn.Parameter, DTensor, str]]) -> None:
+def deliver(gradients: Gradients) -> None:
     """Add finished gradients to the parameters' ``.grad`` (or ``.main_grad``), in place, and run the parameters' hooks
     as autograd would: all of ``register_hook`` first, on what is added, so that one which raises leaves nothing added;
     those of ``register_post_accumulate_grad_hook`` afterwards."""

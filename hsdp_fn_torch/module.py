@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
-from hsdp_fn import HSDPState, PolicyError, ReductionPolicy, Sync
+from hsdp_fn import HSDPState, Keep, PolicyError, ReductionPolicy, Sync
 from hsdp_fn import describe as describe_state
 
 from .comm import AllGather, ReduceScatter
@@ -83,12 +84,14 @@ class HSDPModule(_Base):
         """The state as a table, for people."""
         return describe_state(self.hsdp_state)
 
-    def reset_iter_state(self, recursive: bool = True) -> None:
+    def reset_iter_state(self, recursive: bool = True, *, keep: Keep = Keep.NOTHING) -> None:
         """Back to before the iteration, after an exception or at any moment: waits for what is in flight, reshards, and
-        drops the gradients of unfinished microbatches. ``.grad`` that earlier backwards have given stays.
+        drops the gradients that earlier microbatches have held back. ``.grad`` that they have given stays.
 
         Args:
             recursive: must be True; the state is the whole tree's.
+            keep: ``Keep.ACCUMULATED`` keeps what earlier microbatches have held back, so that only the one that failed
+                has to be run again.
 
         Raises:
             RuntimeError: not called on the root.
@@ -99,8 +102,16 @@ class HSDPModule(_Base):
         tree: Tree | None = self.__dict__.get("_hsdp_tree")
         if self.__dict__.get("_hsdp_inner") is not None or (tree is not None and tree.root is not self):
             raise RuntimeError("reset_iter_state must be called on the root module")
+        if not isinstance(keep, Keep):
+            raise PolicyError(f"keep must be a Keep (NOTHING or ACCUMULATED), found {keep!r}")
         if tree is not None:
-            tree.reset()
+            tree.reset(keep)
+
+    def set_strict_iterations(self, strict: bool = True) -> None:
+        """Whether a backward that stopped in the middle has to be answered by `reset_iter_state`: the next forward or
+        state dict raises RuntimeError until then. By default it is undone with a warning. Of the root."""
+        require_bool("strict", strict)
+        self._tree_or_settings().strict = strict
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -249,6 +260,13 @@ class HSDPModule(_Base):
         for group in groups_of(self, recurse):
             r = group.settings.reduction
             group.settings.reduction = ReductionPolicy(name, r.divide_factor, r.scaling_factor, r.unused)
+
+    def set_check_unused_params(self, check: bool = True, *, recurse: bool = True) -> None:
+        """Compare before each reduction which parameters have gradients on which ranks, and raise RankMismatchError on
+        all if these differ. Communicates one short message a rank and unit in each backward: for debugging."""
+        require_bool("check", check)
+        for group in groups_of(self, recurse):
+            group.settings.reduction = replace(group.settings.reduction, unused="checked" if check else "none")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a trainable parameter without a gradient counts as one of zeros, so that ranks may use different

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from hsdp_fn import Collective, Layout
+from hsdp_fn import Layout, RankMismatchError, Sync
 from hsdp_fn import unit as on_unit
+from hsdp_fn.schedule import Log
 
 from .backend import TorchBackend
 from .use import Handling, Use
@@ -20,6 +21,7 @@ class Reducer:
         layout: the units.
         uses, handling, backends: one a unit.
         log: collects the collectives issued.
+        backend: of the state.
     """
 
     def __init__(
@@ -28,9 +30,10 @@ class Reducer:
         uses: list[Use],
         handling: Sequence[Handling],
         backends: Sequence[TorchBackend],
-        log: list[Collective],
+        log: Log,
+        backend: TorchBackend,
     ) -> None:
-        self._layout = layout
+        self._layout, self._backend = layout, backend
         self._uses, self._handling, self._backends, self._log = uses, handling, backends, log
         self._flight: list[int] = []  # units whose reduction was launched and isn't finished, oldest first
         self._arrived: set[int] = set()  # units whose gradients are complete but whose turn hasn't come
@@ -64,7 +67,11 @@ class Reducer:
         if index in self._flight:
             self._flight.remove(index)
         unit = on_unit.finish_reduce(use.state, plan, backend, self._log)
-        use.state = on_unit.start_reduce(unit, plan, backend, grads, self._handling[index].sync, self._log)
+        sync = self._handling[index].sync
+        if plan.reduction.unused == "checked" and sync is not Sync.NONE:
+            used = [p.name for p, g in zip(plan.params, grads or (), strict=False) if g is not None]
+            self.compare(f"unit {plan.title!r} with gradients of {used}")
+        use.state = on_unit.start_reduce(unit, plan, backend, grads, sync, self._log)
         use.reduced = True
         if use.state.reducing is not None:
             self._flight.append(index)
@@ -77,6 +84,21 @@ class Reducer:
             use, plan, backend = self._uses[index], self._layout.units[index], self._backends[index]
             use.state = on_unit.advance_reduce(use.state, plan, backend, self._log, donate=True)
         self._flight = [i for i in ready if self._uses[i].state.reducing is not None] + waiting
+
+    def compare(self, mine: str) -> None:
+        """Communicates: one short message a rank of the root's mesh.
+
+        Raises:
+            RankMismatchError: on every rank, if they don't reduce the same.
+        """
+        answers = self._backend.exchange(mine)
+        if len(set(answers.values())) > 1:
+            raise RankMismatchError(
+                "ranks use different parameters in this backward, and would mix gradients: "
+                + "; ".join(f"rank {rank} reduces {answer}" for rank, answer in answers.items())
+                + ". Use them on all ranks, or reduce zeros for those that aren't used (unused='zeros', "
+                "set_reduce_scatter_unused_params)"
+            )
 
     def finish(self) -> None:
         """Nothing is in flight afterwards."""

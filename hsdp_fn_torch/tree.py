@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from hsdp_fn import (
     HSDPState,
+    Keep,
     MeshError,
     ParamPhase,
     PhaseError,
@@ -25,6 +26,7 @@ from hsdp_fn import (
 )
 from hsdp_fn import unit as on_unit
 from hsdp_fn.layout import Layout
+from hsdp_fn.schedule import Journal, Log
 from hsdp_fn.state import Token
 
 from .backend import TorchBackend
@@ -32,7 +34,7 @@ from .binding import Tables, edited_text
 from .casting import casting
 from .frame import Frame
 from .gather import plainly
-from .group import Group, deliver, same_memory
+from .group import Gradients, Group, deliver, same_memory
 from .guards import agree
 from .planning import plan_groups
 
@@ -58,10 +60,11 @@ class Tree:
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.frame: Frame | None = None
         settings = groups[0].settings
-        self.last_backward = settings.last_backward
+        self.last_backward, self.strict = settings.last_backward, settings.strict
         self.post_optimizer_event, settings.post_optimizer_event = settings.post_optimizer_event, None
         for group in groups:
             group.require_plain()
+        self._attempt: tuple[Journal, HSDPState, list[Gradients]] | None = None  # and its start, and gradients
         self._last: Frame | None = None  # the frame that rests; graphs of it may wake it
         self._values: list[list[object]] = []  # each group's `marks` when they were last looked at
         self._calls = 0
@@ -192,8 +195,8 @@ class Tree:
         for group in self.groups:
             group.to_run.clear()
 
-    def reset(self) -> None:
-        """`drop`, and forget gradients that earlier backwards have held back."""
+    def reset(self, keep: Keep = Keep.NOTHING) -> None:
+        """`drop`, and unless they are to be kept forget gradients that earlier backwards have held back."""
         if not self.groups:
             return
         self.drop()
@@ -201,18 +204,63 @@ class Tree:
         s = self.committed
         for unit in s.units:
             on_unit.drop_flight(unit, self._backend)
+        if keep is Keep.ACCUMULATED:
+            kept = tuple(UnitState(u.name, u.master, None, u.acc_full, u.acc_partial) for u in s.units)
+            self.committed = HSDPState(kept, s.layout, s.backend, s.step, s.micro, s.ledger, Token())
+            return
         units = tuple(UnitState(u.name, u.master) for u in s.units)
         self.committed = HSDPState(units, s.layout, s.backend, s.step, 0, (), Token())
 
     def undo_failed_backward(self) -> None:
-        """Drop a frame whose backward raised: its end was never called."""
+        """Drop a frame whose backward raised: its end was never called.
+
+        Raises:
+            RuntimeError: ``strict``.
+        """
         frame = self.frame
         if frame is not None and frame.in_backward and torch._C._current_graph_task_id() < 0:
+            at = "before any unit" if frame.reached is None else f"in unit {frame.layout.units[frame.reached].title!r}"
+            if self.strict:
+                raise RuntimeError(f"the last backward stopped {at}; call reset_iter_state() before anything else")
             warnings.warn(
-                "the last backward didn't end, so it is undone: its gradients are dropped and forward starts anew",
+                f"the last backward stopped {at}, so it is undone: its gradients are dropped and forward starts anew",
                 stacklevel=4,
             )
             self.drop()
+
+    @property
+    def backend(self) -> TorchBackend:
+        """Of the root."""
+        return self._backend
+
+    @property
+    def _journal(self) -> Journal | None:
+        return None if self._attempt is None else self._attempt[0]
+
+    def begin_attempt(self, journal: Journal) -> None:
+        """Note collectives in the journal, and keep gradients back, until `end_attempt`.
+
+        Raises:
+            PhaseError: an attempt or a forward is going on.
+        """
+        self.undo_failed_backward()
+        if self._attempt is not None or self.running:
+            raise PhaseError("an attempt begins outside of forward, backward and other attempts")
+        if self.frame is not None:
+            self.committed = self.frame.snapshot()
+            self.drop()
+        self._attempt = journal, self.committed, []
+
+    def end_attempt(self, *, commit: bool) -> list[Gradients]:
+        """The gradients that were kept back; or, without ``commit``, everything as it was before the attempt."""
+        assert self._attempt is not None
+        _, before, gradients = self._attempt
+        self._attempt = None
+        if not commit:
+            self.drop()
+            self._tables.disconnect()
+            self.committed = before
+        return gradients
 
     @contextmanager
     def own_parameters(self) -> Iterator[None]:
@@ -264,6 +312,7 @@ class Tree:
                 frame.resume(self.committed)
         frame.backends[:] = [g.unit_backend() for g in self.groups]
         self.frame, self._last = frame, None
+        frame.log.journal = self._journal
         return frame
 
     def _require_unedited(self) -> None:
@@ -284,6 +333,7 @@ class Tree:
         frame.outdate(changed)
         frame.resume(self.committed)
         self.frame, self._last = frame, None
+        frame.log.journal = self._journal
         return True
 
     def _await_optimizer(self) -> None:
@@ -391,7 +441,8 @@ class Tree:
         assert frame is not None
         frame.settle(last=self.last_backward)
         state = frame.snapshot(micro=1)
-        ledger = list(state.ledger)
+        ledger = Log(self._journal)
+        ledger.extend(state.ledger)
         units = []
         for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
             group.to_run.clear()
@@ -405,7 +456,11 @@ class Tree:
         else:
             self._rest(frame.rest())
         plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
-        deliver([pair for group, plan, unit in plans for pair in group.gradients(unit, plan)])
+        gradients = [pair for group, plan, unit in plans for pair in group.gradients(unit, plan)]
+        if self._attempt is None:
+            deliver(gradients)
+        else:
+            self._attempt[2].append(gradients)
 
 
 def _without_full(u: UnitState) -> UnitState:

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hsdp_fn import Collective, HSDPState, PhaseError
+from hsdp_fn import HSDPState, PhaseError
 from hsdp_fn import unit as on_unit
+from hsdp_fn.schedule import Log
 from hsdp_fn.state import Token
 
 from .backend import TorchBackend, torch_backend
@@ -44,7 +45,7 @@ class Units:
         self.layout, self.backend, self.handling = state.layout, torch_backend(state), handling
         self.backends = list(backends) if backends is not None else [self.backend] * len(state.units)
         self.uses = [Use(u, kept=isinstance(u.full, tuple)) for u in state.units]
-        self.log: list[Collective] = []
+        self.log = Log(state.token.journal)
         self.order = Order(state.layout, handling, followers)
         self.running = False
         self._tables, self._binding, self._on_wake = tables, tables, on_wake
@@ -89,7 +90,8 @@ class Units:
     def snapshot(self, *, micro: int = 0) -> HSDPState:
         """The units as they stand, ``micro`` microbatches on."""
         s, units = self.start, tuple(use.state for use in self.uses)
-        return HSDPState(units, self.layout, s.backend, s.step, s.micro + micro, s.ledger + tuple(self.log), Token())
+        ledger, token = s.ledger + tuple(self.log), Token(s.token.journal)
+        return HSDPState(units, self.layout, s.backend, s.step, s.micro + micro, ledger, token)
 
     def resume(self, state: HSDPState) -> None:
         """Go on from a state of the same layout: after `rest`, or when `settle` has ended one backward of several."""

@@ -1,0 +1,298 @@
+"""Attempts that all ranks finish or none, though a rank may fail alone.
+
+A rank that meets an exception inside `recoverable` doesn't leave its peers waiting: it takes part in the collectives
+that they are still to issue, which it knows from the schedule, and throws the results away (*drain*). Then all ranks
+count who has succeeded (*vote*). Either everybody commits, or everybody is where it was before: the failed rank with
+its own exception, its peers with `PeerFailed`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from hsdp_fn import Collective, HSDPState, LayoutError, PeerFailed, PhaseError, UnitState, expected_comm
+from hsdp_fn import unit as on_unit
+from hsdp_fn.layout import Layout
+from hsdp_fn.schedule import Journal, still_owed
+from hsdp_fn.state import Token
+
+from .backend import TorchBackend, torch_backend
+from .group import deliver
+from .roots import tree_of
+from .tree import Tree
+
+# A backend: what an attempt of a kind has issued the last time it succeeded, and whether that was so the time before.
+_REMEMBERED: WeakKeyDictionary[TorchBackend, dict[Any, tuple[tuple[Collective, ...], bool]]] = WeakKeyDictionary()
+
+
+def recoverable(
+    target: HSDPState | nn.Module, *, timeout: float | None = None, schedule: Sequence[Collective] | None = None
+) -> Attempt:
+    """One microbatch (or several) that all ranks take, or none. A context manager.
+
+    With a module of `fully_shard` (the root): run forward and backward inside; gradients are added to ``.grad`` when
+    all ranks have succeeded. With a state: inside, go on from ``attempt.state`` and assign to it; afterwards it is the
+    new state if all ranks have succeeded, else the old one, which is still good::
+
+        with recoverable(state) as attempt:
+            (loss, _), attempt.state = step(attempt.state, x, y)
+        state = attempt.state
+
+    A rank that fails can free its peers only if it knows what they will issue: the collectives of an attempt must be
+    the same each time. It takes ``schedule``, or what such an attempt issued the last time, or `expected_comm` of one
+    forward and backward. Where none of these begins with what it has issued so far, or where a collective itself has
+    failed, it can't help, says so in a note to its exception, and its peers wait for their timeout. The model's own
+    collectives (tensor or expert parallel ones) aren't known here: a rank that fails before one leaves its peers there.
+
+    Communicates at the end: one number, over the shard group and, where there is one, over the replicate group; after a
+    failure also one short message a rank.
+
+    Args:
+        target: a state, or the root module. Run the optimizer outside.
+        timeout: seconds that waiting for one collective may take inside; None: as the process groups say. After one
+            gloo's groups can't be used any more: restart from a checkpoint. On a device the host then waits for each.
+        schedule: all that the attempt issues, if it is known better.
+
+    Raises (at the end):
+        PeerFailed: on ranks that have succeeded where others haven't; names these and what they met.
+        Whatever was raised inside, on the ranks where it was. The target is as it was before, on all ranks.
+    """
+    if isinstance(target, HSDPState):
+        return _StateAttempt(target, timeout, schedule)
+    if "_hsdp_group" not in target.__dict__:
+        raise TypeError(f"recoverable takes a state or a module of fully_shard, found {type(target).__name__}")
+    return _ModuleAttempt(target, timeout, schedule)
+
+
+class Attempt(ABC):
+    """See `recoverable`.
+
+    Attributes:
+        journal: collectives that this rank has issued in it.
+        committed: whether all ranks have succeeded; None before the end.
+    """
+
+    def __init__(self, timeout: float | None, schedule: Sequence[Collective] | None) -> None:
+        self._timeout, self._limits = timeout, ExitStack()
+        self.journal = Journal()
+        self.committed: bool | None = None
+        self._schedule = None if schedule is None else tuple(schedule)
+
+    def __enter__(self) -> Attempt:
+        self._begin()
+        for backend in {id(b): b for b in (self._backend, *self._units()[2])}.values():
+            self._limits.enter_context(backend.limited(self._timeout))
+        known = _REMEMBERED.get(self._backend, {}).get(self._kind())
+        if known is not None and not known[1]:
+            warnings.warn(
+                "attempts like this one have issued different collectives; a rank that fails alone can't free its "
+                "peers, which then wait for their timeout",
+                stacklevel=2,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._limits:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is None:
+            try:
+                self._require_ready()
+            except Exception as wrong:
+                self._fail(wrong)
+                raise
+            everybody = len(self._backend.spec.data_parallel_group(self._backend.rank))
+            try:
+                votes = self._backend.votes(True)
+            except Exception as failure:
+                self._undo()
+                _note(failure, "It was the vote that failed: peers may have committed. Restart from a checkpoint.")
+                raise
+            if votes == everybody:
+                self._remember()
+                self.committed = True
+                self._commit()
+                return
+            self._undo()
+            self.committed = False
+            answers = self._backend.exchange("")
+            raise PeerFailed({rank: reason for rank, reason in answers.items() if reason})
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Go back, and free the peers."""
+        self._undo()
+        self.committed = False
+        try:
+            if not isinstance(error, Exception):
+                note: str | None = "it was interrupted"
+            elif _in_collective(error):
+                note = "one of its collectives failed"
+            else:
+                note = self._drain()
+            if note is None:
+                self._backend.votes(False)
+                self._backend.exchange(f"{type(error).__name__}: {error}"[:2000] or "failed")
+        except Exception as other:
+            note = f"a collective failed while this rank tried to free its peers ({type(other).__name__}: {other})"
+        if note is not None:
+            _note(error, f"Other ranks may be waiting for this one until their timeout: {note}.")
+
+    def _drain(self) -> str | None:
+        """Take part in what peers are still to issue. What keeps this rank from it, or None."""
+        layout, units, backends = self._units()
+        known = _REMEMBERED.get(self._backend, {}).get(self._kind())
+        schedules = [self._schedule, known[0] if known is not None else None, tuple(self.journal.planned)]
+        for schedule in schedules:
+            owed = None if schedule is None else still_owed(schedule, self.journal)
+            if owed is not None:
+                break
+        else:
+            return f"the {len(self.journal)} collectives that it has issued aren't the beginning of a known schedule"
+        for collective in owed:
+            index = layout.unit_index[collective.unit]
+            on_unit.pay(collective, layout.units[index], units[index], backends[index])
+        return None
+
+    def _remember(self) -> None:
+        known = _REMEMBERED.setdefault(self._backend, {})
+        before, issued = known.get(self._kind()), tuple(self.journal)
+        known[self._kind()] = issued, before is None or before[0] == issued
+
+    @property
+    @abstractmethod
+    def _backend(self) -> TorchBackend:
+        """Whose ranks vote."""
+
+    @abstractmethod
+    def _kind(self) -> Any:
+        """Attempts of one kind issue the same."""
+
+    @abstractmethod
+    def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
+        """What to take part with."""
+
+    @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
+    def _require_ready(self) -> None:
+        """Raise if this rank can't commit."""
+
+    @abstractmethod
+    def _commit(self) -> None: ...
+
+    @abstractmethod
+    def _undo(self) -> None: ...
+
+
+class _StateAttempt(Attempt):
+    """Attributes: ``state``: inside to be used and assigned to; afterwards the result."""
+
+    def __init__(self, state: HSDPState, timeout: float | None, schedule: Sequence[Collective] | None) -> None:
+        super().__init__(timeout, schedule)
+        self._before = self.state = state
+
+    @property
+    def _backend(self) -> TorchBackend:
+        return torch_backend(self._before)
+
+    def _kind(self) -> Any:
+        return self._before.layout.digest, tuple(self.journal.planned)
+
+    def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
+        s = self._before
+        return s.layout, s.units, [self._backend] * len(s.units)
+
+    def _begin(self) -> None:
+        self._before.token.require("recoverable")
+        self.state = _with_token(self._before, Token(self.journal))
+
+    def _require_ready(self) -> None:
+        if not isinstance(self.state, HSDPState) or self.state.layout != self._before.layout:
+            raise LayoutError(f"attempt.state must be a state of the same layout, found {self.state!r}")
+        self.state.token.require("recoverable")
+        self._before.token.require("recoverable")
+
+    def _commit(self) -> None:
+        self._before.token.consume("recoverable")
+        self.state = _with_token(self.state, Token())
+
+    def _undo(self) -> None:
+        if isinstance(self.state, HSDPState) and self.state.layout == self._before.layout:
+            for unit, before in zip(self.state.units, self._before.units, strict=True):
+                if unit is not before:
+                    on_unit.drop_flight(unit, self._backend)
+        self.state = self._before
+
+
+class _ModuleAttempt(Attempt):
+    def __init__(self, module: nn.Module, timeout: float | None, schedule: Sequence[Collective] | None) -> None:
+        super().__init__(timeout, schedule)
+        self._module = module
+
+    @property
+    def _tree(self) -> Tree:
+        if self._module.__dict__.get("_hsdp_inner") is not None:
+            raise RuntimeError("recoverable takes the root module: the state is the whole tree's")
+        return tree_of(self._module)
+
+    def _require_ready(self) -> None:
+        if self._tree.running:
+            raise PhaseError("an attempt ends outside of forward and backward")
+
+    @property
+    def _backend(self) -> TorchBackend:
+        return self._tree.backend
+
+    def _kind(self) -> Any:
+        tree = self._tree
+        ways = tuple((g.handling.sync, g.handling.reshard_after_forward) for g in tree.groups)
+        return tree.committed.layout.digest, ways, self._module.training
+
+    def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
+        tree = self._tree
+        return tree.committed.layout, tree.committed.units, [g.unit_backend() for g in tree.groups]
+
+    def _begin(self) -> None:
+        tree = self._tree
+        tree.begin_attempt(self.journal)
+        syncs = {g.handling.sync for g in tree.groups if g.layout is not None}
+        if len(syncs) == 1:
+            self.journal.planned.extend(expected_comm(tree.committed.layout, sync=syncs.pop()))
+
+    def _commit(self) -> None:
+        for gradients in self._tree.end_attempt(commit=True):
+            deliver(gradients)
+
+    def _undo(self) -> None:
+        self._tree.end_attempt(commit=False)
+
+
+def _in_collective(error: BaseException | None) -> bool:
+    """Whether the failure of a collective is the cause."""
+    while error is not None:
+        if getattr(error, "_hsdp_collective", False):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+
+
+def _with_token(s: HSDPState, token: Token) -> HSDPState:
+    return HSDPState(s.units, s.layout, s.backend, s.step, s.micro, s.ledger, token)
