@@ -3,6 +3,7 @@ VENV    ?= .venv
 PYTHON  ?= python3
 NPROC   ?= 2
 API     ?= functional
+NAME    ?= cp_fsdp
 ARGS    ?=
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
@@ -10,7 +11,7 @@ READY   := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 
-.PHONY: train test parity lint types bench setup clean
+.PHONY: train example test parity lint types bench setup clean
 
 setup: $(READY)
 
@@ -27,6 +28,10 @@ $(READY): requirements.txt pyproject.toml
 train: $(READY)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=$(NPROC) \
 	  examples/torch/train_gpt.py --api $(API) $(ARGS)
+
+# NAME is tp_fsdp, cp_fsdp or moe_ep_fsdp: sharding together with another parallelism, on four CPU processes.
+example: $(READY)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=4 examples/torch/$(NAME).py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

@@ -226,6 +226,10 @@ class Frame(Units):
             if use.attached is not None and use.leaves is None and not use.depth:
                 self._install_leaves(index)
 
+    def start_sweep(self) -> None:
+        """`settle` follows without a backward: what is held back is to be reduced."""
+        self._reducer.begin(self.layout)
+
     def before_backward(self, index: int, number: int) -> None:
         """Gradients reached the unit's output of a pass: its parameters are needed now, the next unit's soon."""
         self._require_running()

@@ -107,6 +107,21 @@ class HSDPModule(_Base):
         if tree is not None:
             tree.reset(keep)
 
+    def finish_accumulation(self) -> None:
+        """Reduce what microbatches have held back (without gradient sync, or without all-reduce) and add it to
+        ``.grad``, where no backward with sync follows that would do it. Without effect where nothing is held.
+
+        Communicates: what such a backward would, for the units that hold something. Of the root.
+
+        Raises:
+            PhaseError: inside a forward or backward. RuntimeError: not called on the root.
+        """
+        tree: Tree | None = self.__dict__.get("_hsdp_tree")
+        if self.__dict__.get("_hsdp_inner") is not None or (tree is not None and tree.root is not self):
+            raise RuntimeError("finish_accumulation must be called on the root module")
+        if tree is not None and tree.groups:
+            tree.finish_accumulation()
+
     def set_strict_iterations(self, strict: bool = True) -> None:
         """Whether a backward that stopped in the middle has to be answered by `reset_iter_state`: the next forward or
         state dict raises RuntimeError until then. By default it is undone with a warning. Of the root."""

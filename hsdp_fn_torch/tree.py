@@ -22,6 +22,7 @@ from hsdp_fn import (
     MeshError,
     ParamPhase,
     PhaseError,
+    Sync,
     UnitState,
 )
 from hsdp_fn import unit as on_unit
@@ -435,12 +436,35 @@ class Tree:
         frame.follow([g.settings.reduction for g in self.groups])
         Variable._execution_engine.queue_callback(self._backward_ends)
 
-    def _backward_ends(self) -> None:
+    def finish_accumulation(self) -> None:
+        """Reduce what microbatches have held back, as a last backward would.
+
+        Raises:
+            PhaseError: in a forward or backward.
+        """
+        if self.running:
+            raise PhaseError("finish_accumulation inside a forward or backward; call it afterwards")
+        ways = [g.handling for g in self.groups]
+        syncs = [way.sync for way in ways]
+        with plainly(), torch.no_grad():
+            self._running().start_sweep()
+            for way in ways:
+                way.sync = Sync.FULL
+            try:
+                self._backward_ends(micro=0)
+            except BaseException:
+                self.drop()
+                raise
+            finally:
+                for way, sync in zip(ways, syncs, strict=True):
+                    way.sync = sync
+
+    def _backward_ends(self, micro: int = 1) -> None:
         """Commit, and give the gradients to the parameters. The frame goes on if graphs are left."""
         frame = self.frame
         assert frame is not None
         frame.settle(last=self.last_backward)
-        state = frame.snapshot(micro=1)
+        state = frame.snapshot(micro=micro)
         ledger = Log(self._journal)
         ledger.extend(state.ledger)
         units = []
