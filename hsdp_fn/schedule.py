@@ -5,14 +5,21 @@ was issued.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .layout import ROOT, Collective, Layout, UnitLayout
+from .lifecycle import ParamPhase
 from .policy import Sync
 
 
-def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = True) -> tuple[Collective, ...]:
+def expected_comm(
+    layout: Layout,
+    *,
+    sync: Sync = Sync.FULL,
+    backward: bool = True,
+    phases: Mapping[str, ParamPhase] | None = None,
+) -> tuple[Collective, ...]:
     """The collectives of one microbatch in the order in which they are issued.
 
     Holds when the units run once each, in the layout's order, inside the root, and every trainable parameter gets a
@@ -23,10 +30,18 @@ def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = Tr
     Args:
         sync: how far gradients are reduced.
         backward: False for a forward without gradients (evaluation).
+        phases: where parameters are before, by unit; sharded by default. Units that come unsharded stay so; those whose
+            gather is in flight are treated as the layout says.
     """
     out: list[Collective] = []
+    phases = phases or {}
+    kept = {name for name, phase in phases.items() if phase is ParamPhase.UNSHARDED}
     for unit in layout.units:
-        out += _gathers(unit)
+        phase = phases.get(unit.name, ParamPhase.SHARDED)
+        if phase is ParamPhase.SHARDED:
+            out += _gathers(unit)
+        elif phase is ParamPhase.REGROUPED:
+            out += _regathers(unit)
     if not backward:
         return tuple(out)
     chain = [u for u in layout.units if u.name != ROOT][::-1]
@@ -36,7 +51,7 @@ def expected_comm(layout: Layout, *, sync: Sync = Sync.FULL, backward: bool = Tr
 
     def regather(units: Iterable[UnitLayout]) -> None:
         for unit in units:
-            if unit.reshard_after_forward and unit.name not in gathered:
+            if unit.reshard_after_forward and unit.name not in gathered and unit.name not in kept:
                 gathered.add(unit.name)
                 out.extend(_regathers(unit))
 
@@ -57,7 +72,11 @@ class Journal(list[Collective]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.planned: list[Collective] = []
+        self.planned: tuple[Collective, ...] = ()
+
+    def plan(self, collectives: Iterable[Collective]) -> None:
+        """A call begins that is to issue these."""
+        self.planned += tuple(collectives)
 
 
 class Log(list[Collective]):

@@ -214,6 +214,11 @@ class HSDPState:
         return f"HSDPState(step={self.step}, micro={self.micro}, {phases})"
 
 
+def phases_of(state: HSDPState) -> dict[str, ParamPhase]:
+    """Where each unit's parameters are."""
+    return {u.name: u.params_phase for u in state.units}
+
+
 def _flatten_pending(p: Pending) -> tuple[tuple[()], tuple[str, str, Frozen], None]:
     return (), (p.op, p.unit, Frozen(p)), None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hsdp_fn import ROOT, HSDPState, Sync, expected_comm
+from hsdp_fn.state import phases_of
 
 from .binding import binding_of
 from .casting import map_tensors
@@ -104,7 +105,7 @@ def value_and_grad(
         if not isinstance(sync, Sync):
             raise TypeError(f"sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
         if state.token.journal is not None:
-            state.token.journal.planned.extend(expected_comm(state.layout, sync=sync))
+            state.token.journal.plan(expected_comm(state.layout, sync=sync, phases=phases_of(state)))
         frame = Frame(state, handling_of(state, sync))
         try:
             with torch.enable_grad():
@@ -133,7 +134,7 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
     def run(state: HSDPState, *batch: Any, **kwargs: Any) -> tuple[Any, HSDPState]:
         state.token.require("evaluate")
         if state.token.journal is not None:
-            state.token.journal.planned.extend(expected_comm(state.layout, backward=False))
+            state.token.journal.plan(expected_comm(state.layout, backward=False, phases=phases_of(state)))
         frame = Frame(state, handling_of(state, Sync.NONE), forward_only=True)
         try:
             with torch.no_grad():

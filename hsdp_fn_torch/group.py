@@ -374,18 +374,23 @@ class Group:
             yield param
 
 
-def deliver(gradients: Gradients) -> None:
-    """Add finished gradients to the parameters' ``.grad`` (or ``.main_grad``), in place, and run the parameters' hooks
-    as autograd would: all of ``register_hook`` first, on what is added, so that one which raises leaves nothing added;
-    those of ``register_post_accumulate_grad_hook`` afterwards."""
-    hooked = []
+def hooked(gradients: Gradients) -> Gradients:
+    """Gradients as the parameters' own hooks (``register_hook``) make them. These run before anything is added, so that
+    one which raises leaves nothing added."""
+    out = []
     for param, grad, where in gradients:
         for before in (param._backward_hooks or {}).values():
             changed: Any = before(grad)
             grad = grad if changed is None else changed
-        hooked.append((param, grad, where))
+        out.append((param, grad, where))
+    return out
+
+
+def deliver(gradients: Gradients) -> None:
+    """Add finished gradients, after `hooked`, to the parameters' ``.grad`` (or ``.main_grad``), in place, and run the
+    hooks of ``register_post_accumulate_grad_hook``, as autograd would."""
     with torch.no_grad():
-        for param, grad, where in hooked:
+        for param, grad, where in gradients:
             held = getattr(param, where, None)
             if held is None:
                 setattr(param, where, grad)
@@ -393,7 +398,7 @@ def deliver(gradients: Gradients) -> None:
                 held._local_tensor.add_(grad._local_tensor)
             else:
                 held += grad
-    for param, _, _ in hooked:
+    for param, _, _ in gradients:
         for after in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
             after(param)
 

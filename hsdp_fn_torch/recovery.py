@@ -18,19 +18,31 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from hsdp_fn import Collective, HSDPState, LayoutError, PeerFailed, PhaseError, UnitState, expected_comm
+from hsdp_fn import (
+    Collective,
+    HSDPState,
+    LayoutError,
+    ParamPhase,
+    PeerFailed,
+    PhaseError,
+    PolicyError,
+    UnitState,
+    expected_comm,
+)
 from hsdp_fn import unit as on_unit
 from hsdp_fn.layout import Layout
 from hsdp_fn.schedule import Journal, still_owed
-from hsdp_fn.state import Token
+from hsdp_fn.state import Token, phases_of
 
 from .backend import TorchBackend, torch_backend
-from .group import deliver
+from .group import Gradients, deliver, hooked
 from .roots import tree_of
-from .tree import Tree
 
-# A backend: what an attempt of a kind has issued the last time it succeeded, and whether that was so the time before.
-_REMEMBERED: WeakKeyDictionary[TorchBackend, dict[Any, tuple[tuple[Collective, ...], bool]]] = WeakKeyDictionary()
+Issued = tuple[Collective, ...]
+
+# A backend: for each kind of attempt and what was planned in it, what it issued the last time that it succeeded, and
+# whether that was so the time before.
+_REMEMBERED: WeakKeyDictionary[TorchBackend, dict[Any, dict[Issued, tuple[Issued, bool]]]] = WeakKeyDictionary()
 
 
 def recoverable(
@@ -87,53 +99,59 @@ class Attempt(ABC):
         self._schedule = None if schedule is None else tuple(schedule)
 
     def __enter__(self) -> Attempt:
-        self._begin()
+        self._require_usable()
+        try:
+            self._begin()
+            if any(not same for _, same in self._known().values()):
+                warnings.warn(
+                    "attempts like this one have issued different collectives; a rank that fails alone can't free its "
+                    "peers, which then wait for their timeout",
+                    stacklevel=2,
+                )
+        except BaseException as error:
+            self._fail(error)
+            raise
         for backend in {id(b): b for b in (self._backend, *self._units()[2])}.values():
             self._limits.enter_context(backend.limited(self._timeout))
-        known = _REMEMBERED.get(self._backend, {}).get(self._kind())
-        if known is not None and not known[1]:
-            warnings.warn(
-                "attempts like this one have issued different collectives; a rank that fails alone can't free its "
-                "peers, which then wait for their timeout",
-                stacklevel=2,
-            )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._limits:
-            self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
-        if error is None:
+            if error is not None:
+                self._fail(error)
+                return
             try:
-                self._require_ready()
-            except Exception as wrong:
+                self._make_ready()
+            except BaseException as wrong:
                 self._fail(wrong)
                 raise
-            everybody = len(self._backend.spec.data_parallel_group(self._backend.rank))
-            try:
-                votes = self._backend.votes(True)
-            except Exception as failure:
-                self._undo()
-                _note(failure, "It was the vote that failed: peers may have committed. Restart from a checkpoint.")
-                raise
-            if votes == everybody:
-                self._remember()
-                self.committed = True
-                self._commit()
-                return
+            self._vote()
+
+    def _vote(self) -> None:
+        """This rank has succeeded."""
+        everybody = len(self._backend.spec.data_parallel_group(self._backend.rank))
+        try:
+            votes = self._backend.votes(True)
+        except Exception as failure:
             self._undo()
-            self.committed = False
-            answers = self._backend.exchange("")
-            raise PeerFailed({rank: reason for rank, reason in answers.items() if reason})
-        self._fail(error)
+            _note(failure, "It was the vote that failed: peers may have committed. Restart from a checkpoint.")
+            raise
+        self.committed = votes == everybody
+        if self.committed:
+            self._remember()
+            self._commit()
+            return
+        self._undo()
+        answers = self._backend.exchange("")
+        raise PeerFailed({rank: reason for rank, reason in answers.items() if reason})
 
     def _fail(self, error: BaseException) -> None:
-        """Go back, and free the peers."""
-        self._undo()
+        """This rank hasn't: go back, and free the peers."""
         self.committed = False
+        self._undo()
+        reason = _text(error)
         try:
             if not isinstance(error, Exception):
                 note: str | None = "it was interrupted"
@@ -143,32 +161,39 @@ class Attempt(ABC):
                 note = self._drain()
             if note is None:
                 self._backend.votes(False)
-                self._backend.exchange(f"{type(error).__name__}: {error}"[:2000] or "failed")
+                self._backend.exchange(reason)
         except Exception as other:
-            note = f"a collective failed while this rank tried to free its peers ({type(other).__name__}: {other})"
+            note = f"a collective failed while this rank tried to free its peers ({_text(other)})"
         if note is not None:
             _note(error, f"Other ranks may be waiting for this one until their timeout: {note}.")
 
     def _drain(self) -> str | None:
         """Take part in what peers are still to issue. What keeps this rank from it, or None."""
-        layout, units, backends = self._units()
-        known = _REMEMBERED.get(self._backend, {}).get(self._kind())
-        schedules = [self._schedule, known[0] if known is not None else None, tuple(self.journal.planned)]
-        for schedule in schedules:
-            owed = None if schedule is None else still_owed(schedule, self.journal)
-            if owed is not None:
-                break
-        else:
+        schedule = self._schedule
+        if schedule is None:
+            known, planned = self._known(), self.journal.planned
+            fitting = {issued for plan, (issued, _) in known.items() if plan[: len(planned)] == planned}
+            if len(fitting) > 1:
+                return "attempts like this one have issued different collectives"
+            schedule = fitting.pop() if fitting else planned
+            if not schedule:
+                return "no attempt like this one has succeeded before, so it isn't known what they will issue"
+        owed = still_owed(schedule, self.journal)
+        if owed is None:
             return f"the {len(self.journal)} collectives that it has issued aren't the beginning of a known schedule"
+        layout, units, backends = self._units()
         for collective in owed:
             index = layout.unit_index[collective.unit]
             on_unit.pay(collective, layout.units[index], units[index], backends[index])
         return None
 
+    def _known(self) -> dict[Issued, tuple[Issued, bool]]:
+        return _REMEMBERED.get(self._backend, {}).get(self._kind(), {})
+
     def _remember(self) -> None:
-        known = _REMEMBERED.setdefault(self._backend, {})
-        before, issued = known.get(self._kind()), tuple(self.journal)
-        known[self._kind()] = issued, before is None or before[0] == issued
+        known = _REMEMBERED.setdefault(self._backend, {}).setdefault(self._kind(), {})
+        before, issued = known.get(self.journal.planned), tuple(self.journal)
+        known[self.journal.planned] = issued, before is None or before[0] == issued
 
     @property
     @abstractmethod
@@ -177,18 +202,22 @@ class Attempt(ABC):
 
     @abstractmethod
     def _kind(self) -> Any:
-        """Attempts of one kind issue the same."""
+        """What is known when an attempt begins; with what is planned in it, it says what it will issue."""
 
     @abstractmethod
     def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
         """What to take part with."""
 
     @abstractmethod
+    def _require_usable(self) -> None:
+        """Raise, on all ranks alike, if there can't be an attempt."""
+
+    @abstractmethod
     def _begin(self) -> None: ...
 
     @abstractmethod
-    def _require_ready(self) -> None:
-        """Raise if this rank can't commit."""
+    def _make_ready(self) -> None:
+        """All that can fail before a commit."""
 
     @abstractmethod
     def _commit(self) -> None: ...
@@ -209,19 +238,26 @@ class _StateAttempt(Attempt):
         return torch_backend(self._before)
 
     def _kind(self) -> Any:
-        return self._before.layout.digest, tuple(self.journal.planned)
+        return self._before.layout.digest, tuple(phases_of(self._before).values())
 
     def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
         s = self._before
         return s.layout, s.units, [self._backend] * len(s.units)
 
-    def _begin(self) -> None:
+    def _require_usable(self) -> None:
         self._before.token.require("recoverable")
+        _require_unchecked(self._before.layout)
+        if self._before.token.journal is not None:
+            raise PhaseError("an attempt inside another one")
+
+    def _begin(self) -> None:
         self.state = _with_token(self._before, Token(self.journal))
 
-    def _require_ready(self) -> None:
+    def _make_ready(self) -> None:
         if not isinstance(self.state, HSDPState) or self.state.layout != self._before.layout:
             raise LayoutError(f"attempt.state must be a state of the same layout, found {self.state!r}")
+        if self.state.token.journal is not self.journal:
+            raise PhaseError("attempt.state must come from the one that the attempt has handed out")
         self.state.token.require("recoverable")
         self._before.token.require("recoverable")
 
@@ -240,44 +276,63 @@ class _StateAttempt(Attempt):
 class _ModuleAttempt(Attempt):
     def __init__(self, module: nn.Module, timeout: float | None, schedule: Sequence[Collective] | None) -> None:
         super().__init__(timeout, schedule)
-        self._module = module
-
-    @property
-    def _tree(self) -> Tree:
-        if self._module.__dict__.get("_hsdp_inner") is not None:
+        if module.__dict__.get("_hsdp_inner") is not None:
             raise RuntimeError("recoverable takes the root module: the state is the whole tree's")
-        return tree_of(self._module)
-
-    def _require_ready(self) -> None:
-        if self._tree.running:
-            raise PhaseError("an attempt ends outside of forward and backward")
+        self._module, self._tree = module, tree_of(module)
+        self._gradients: list[Gradients] = []
 
     @property
     def _backend(self) -> TorchBackend:
         return self._tree.backend
 
     def _kind(self) -> Any:
-        tree = self._tree
-        ways = tuple((g.handling.sync, g.handling.reshard_after_forward) for g in tree.groups)
-        return tree.committed.layout.digest, ways, self._module.training
+        state = self._tree.committed
+        syncs = tuple(g.handling.sync for g in self._tree.groups)
+        return state.layout.digest, tuple(self._phases().values()), syncs, self._module.training
+
+    def _phases(self) -> dict[str, ParamPhase]:
+        return phases_of(self._tree.committed)
 
     def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
         tree = self._tree
         return tree.committed.layout, tree.committed.units, [g.unit_backend() for g in tree.groups]
 
+    def _require_usable(self) -> None:
+        if not self._tree.groups:
+            raise PhaseError("recoverable: nothing of this module is sharded")
+        if self._tree.attempting or self._tree.running:
+            raise PhaseError("an attempt begins outside of forward, backward and other attempts")
+
     def _begin(self) -> None:
         tree = self._tree
         tree.begin_attempt(self.journal)
-        syncs = {g.handling.sync for g in tree.groups if g.layout is not None}
+        _require_unchecked(tree.committed.layout)
+        syncs = {g.handling.sync for g in tree.groups}
         if len(syncs) == 1:
-            self.journal.planned.extend(expected_comm(tree.committed.layout, sync=syncs.pop()))
+            # Here units that come gathered are treated after forward as all others.
+            phases = {n: ParamPhase.GATHERING if p is ParamPhase.UNSHARDED else p for n, p in self._phases().items()}
+            self.journal.plan(expected_comm(tree.committed.layout, sync=syncs.pop(), phases=phases))
+
+    def _make_ready(self) -> None:
+        if self._tree.running:
+            raise PhaseError("an attempt ends outside of forward and backward")
+        self._tree.undo_failed_backward()
+        self._gradients = [hooked(gradients) for gradients in self._tree.kept_back()]
 
     def _commit(self) -> None:
-        for gradients in self._tree.end_attempt(commit=True):
+        self._tree.end_attempt(commit=True)
+        for gradients in self._gradients:
             deliver(gradients)
 
     def _undo(self) -> None:
         self._tree.end_attempt(commit=False)
+
+
+def _require_unchecked(layout: Layout) -> None:
+    if any(unit.reduction.unused == "checked" for unit in layout.units):
+        raise PolicyError(
+            "recoverable doesn't go with unused='checked', whose messages a failed rank can't take part in"
+        )
 
 
 def _in_collective(error: BaseException | None) -> bool:
@@ -292,6 +347,13 @@ def _in_collective(error: BaseException | None) -> bool:
 def _note(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:2000]
+    except Exception:  # its own __str__ fails
+        return type(error).__name__
 
 
 def _with_token(s: HSDPState, token: Token) -> HSDPState:

@@ -7,9 +7,7 @@ leaves the committed state as it was.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch.autograd import Variable
 
 from hsdp_fn import (
     HSDPState,
-    Keep,
     MeshError,
     ParamPhase,
     PhaseError,
@@ -27,7 +24,7 @@ from hsdp_fn import (
 )
 from hsdp_fn import unit as on_unit
 from hsdp_fn.layout import Layout
-from hsdp_fn.schedule import Journal, Log
+from hsdp_fn.schedule import Log
 from hsdp_fn.state import Token
 
 from .backend import TorchBackend
@@ -35,14 +32,15 @@ from .binding import Tables, edited_text
 from .casting import casting
 from .frame import Frame
 from .gather import plainly
-from .group import Gradients, Group, deliver, same_memory
+from .group import Group, deliver, hooked, same_memory
 from .guards import agree
 from .planning import plan_groups
+from .rollback import Rollback
 
 _GATHERING, _UNSHARDED = ParamPhase.GATHERING, ParamPhase.UNSHARDED
 
 
-class Tree:
+class Tree(Rollback):
     """All groups at and below one module, which is the first of them to run forward.
 
     Args:
@@ -57,41 +55,36 @@ class Tree:
     def __init__(self, root: nn.Module, groups: Sequence[Group]) -> None:
         self.root = root
         self._all = list(groups)
-        self.groups = [g for g in groups if g.layout is not None]
+        own = [g for g in groups if g.layout is not None]
+        super().__init__(groups[0].backend, own, Tables([g.slots for g in own], root.modules()))
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
-        self.frame: Frame | None = None
         settings = groups[0].settings
         self.last_backward, self.strict = settings.last_backward, settings.strict
         self.post_optimizer_event, settings.post_optimizer_event = settings.post_optimizer_event, None
         for group in groups:
             group.require_plain()
-        self._attempt: tuple[Journal, HSDPState, list[Gradients]] | None = None  # and its start, and gradients
-        self._last: Frame | None = None  # the frame that rests; graphs of it may wake it
         self._values: list[list[object]] = []  # each group's `marks` when they were last looked at
-        self._calls = 0
         self._followers: dict[int, int] = {}
-        self._tables = Tables([g.slots for g in self.groups], root.modules())
-        self._backend = groups[0].backend
-        _require_one_device(self.groups, self._backend)
+        _require_one_device(self.groups, self.backend)
         for group in self._all:
-            group.backend.share_pool(self._backend.pool)
+            group.backend.share_pool(self.backend.pool)
         self.arrange()
         self._facts: list[object] = [g.facts() for g in self.groups]
         if not self.groups:
             return  # nothing to shard: `run` only calls
         layout = self._plan()
         initial = [
-            g.initial if g.marks(self._tables.standing(i)) == g.first_marks else [(mesh, "") for mesh, _ in g.initial]
+            g.initial if g.marks(self.tables.standing(i)) == g.first_marks else [(mesh, "") for mesh, _ in g.initial]
             for i, g in enumerate(self.groups)
         ]
-        agree(self._backend, layout, initial)
-        self._backend.prepare(layout)
+        agree(self.backend, layout, initial)
+        self.backend.prepare(layout)
         units = []
         for group, plan in zip(self.groups, layout.units, strict=True):
             assert group.unit is not None
             units.append(UnitState(plan.name, group.unit.master))
             group.unit = None
-        self.committed = HSDPState(tuple(units), layout, self._backend, 0, 0, (), Token())
+        self.committed = HSDPState(tuple(units), layout, self.backend, 0, 0, (), Token())
 
     def arrange(self) -> None:
         """Work out what settings mean in this tree: the root's default, prefetch lists. Called again when they change.
@@ -113,18 +106,6 @@ class Tree:
         if strangers:
             raise ValueError(f"modules to prefetch must belong to the same root module; {strangers} don't")
         return tuple([self.indices[id(g)] for g in groups if g.layout is not None])
-
-    @property
-    def state(self) -> HSDPState:
-        """The committed state, or, while an iteration is under way, the units as they stand."""
-        return self.committed if self.frame is None else self.frame.snapshot()
-
-    @property
-    def running(self) -> bool:
-        """Whether a forward or backward is going on at this moment."""
-        if self.frame is not None and self.frame.in_backward:
-            return bool(torch._C._current_graph_task_id() >= 0)
-        return self._calls > 0
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -182,95 +163,17 @@ class Tree:
         index, s = self.indices[id(group)], self.committed
         if self.frame is not None:
             self.frame.reshard(index)
-        self._tables.uninstall(index)
+        self.tables.uninstall(index)
         units = tuple(on_unit.reshard(u) if i == index else u for i, u in enumerate(s.units))
         self.committed = HSDPState(units, s.layout, s.backend, s.step, s.micro, s.ledger, s.token)
 
-    # -- recovery -----------------------------------------------------------------------------------------------
-
-    def drop(self) -> None:
-        """Forget the running frame: the iteration never happened."""
-        if self.frame is not None:
-            self.frame.abort()
-        self.frame = self._last = None
-        for group in self.groups:
-            group.to_run.clear()
-
-    def reset(self, keep: Keep = Keep.NOTHING) -> None:
-        """`drop`, and unless they are to be kept forget gradients that earlier backwards have held back."""
-        if not self.groups:
-            return
-        self.drop()
-        self._tables.disconnect()
-        s = self.committed
-        for unit in s.units:
-            on_unit.drop_flight(unit, self._backend)
-        if keep is Keep.ACCUMULATED:
-            kept = tuple(UnitState(u.name, u.master, None, u.acc_full, u.acc_partial) for u in s.units)
-            self.committed = HSDPState(kept, s.layout, s.backend, s.step, s.micro, s.ledger, Token())
-            return
-        units = tuple(UnitState(u.name, u.master) for u in s.units)
-        self.committed = HSDPState(units, s.layout, s.backend, s.step, 0, (), Token())
-
-    def undo_failed_backward(self) -> None:
-        """Drop a frame whose backward raised: its end was never called.
-
-        Raises:
-            RuntimeError: ``strict``.
-        """
-        frame = self.frame
-        if frame is not None and frame.in_backward and torch._C._current_graph_task_id() < 0:
-            at = "before any unit" if frame.reached is None else f"in unit {frame.layout.units[frame.reached].title!r}"
-            if self.strict:
-                raise RuntimeError(f"the last backward stopped {at}; call reset_iter_state() before anything else")
-            warnings.warn(
-                f"the last backward stopped {at}, so it is undone: its gradients are dropped and forward starts anew",
-                stacklevel=4,
-            )
-            self.drop()
-
-    @property
-    def backend(self) -> TorchBackend:
-        """Of the root."""
-        return self._backend
-
-    @property
-    def _journal(self) -> Journal | None:
-        return None if self._attempt is None else self._attempt[0]
-
-    def begin_attempt(self, journal: Journal) -> None:
-        """Note collectives in the journal, and keep gradients back, until `end_attempt`.
-
-        Raises:
-            PhaseError: an attempt or a forward is going on.
-        """
-        self.undo_failed_backward()
-        if self._attempt is not None or self.running:
-            raise PhaseError("an attempt begins outside of forward, backward and other attempts")
-        if self.frame is not None:
-            self.committed = self.frame.snapshot()
-            self.drop()
-        self._attempt = journal, self.committed, []
-
-    def end_attempt(self, *, commit: bool) -> list[Gradients]:
-        """The gradients that were kept back; or, without ``commit``, everything as it was before the attempt."""
-        assert self._attempt is not None
-        _, before, gradients = self._attempt
-        self._attempt = None
-        if not commit:
-            self.drop()
-            self._tables.disconnect()
-            self.committed = before
-        return gradients
-
-    @contextmanager
-    def own_parameters(self) -> Iterator[None]:
-        """Inside, every module has its sharded parameters, whatever a running frame has put there."""
-        self.undo_failed_backward()
-        with self._tables.own() if self._tables.in_place else nullcontext():
-            yield
-
     # -- frames -------------------------------------------------------------------------------------------------
+
+    def _begin_frame(self) -> None:
+        with plainly():
+            frame = self._running()
+            frame.follow([g.settings.reduction for g in self.groups])
+            self.committed = frame.snapshot()
 
     def _running(self) -> Frame:
         """The frame to go on with, or a new one."""
@@ -301,7 +204,7 @@ class Tree:
                 self.committed,
                 [g.handling for g in self.groups],
                 backends=[g.unit_backend() for g in self.groups],
-                tables=self._tables,
+                tables=self.tables,
                 followers=self._followers,
                 on_backward=self._backward_begins,
                 on_wake=self._wake,
@@ -317,10 +220,10 @@ class Tree:
         return frame
 
     def _require_unedited(self) -> None:
-        edited = self._tables.edited()
+        edited = self.tables.edited()
         if edited is not None:
             self.drop()
-            self._tables.disconnect()
+            self.tables.disconnect()
             raise RuntimeError(edited_text(self.committed.layout.units[edited].title))
 
     def _wake(self, frame: Frame) -> bool:
@@ -342,7 +245,7 @@ class Tree:
         event, self.post_optimizer_event = self.post_optimizer_event, None
         if event is None:
             return
-        kind = self._backend.device.type
+        kind = self.backend.device.type
         if kind == "cpu":
             event.synchronize()
         else:  # the device's own stream: torch.Stream wouldn't know the device's events
@@ -361,7 +264,7 @@ class Tree:
                     frame.complete(index)
         frame.pause(whole=whole)
         if not frame.has_graph:
-            if not self._tables.in_place:
+            if not self.tables.in_place:
                 self._rest(frame.rest())
             self._settle_copies()
 
@@ -372,7 +275,7 @@ class Tree:
 
     def _versions(self) -> list[list[object]]:
         """What changes when somebody updates or replaces a parameter, for each group."""
-        return [g.marks(self._tables.standing(i)) for i, g in enumerate(self.groups)]
+        return [g.marks(self.tables.standing(i)) for i, g in enumerate(self.groups)]
 
     def _changed(self) -> list[int] | None:
         """Units whose parameters somebody has updated since this was last asked; None if any stand elsewhere in memory,
@@ -393,7 +296,7 @@ class Tree:
         """
         s = self.committed
         for u in s.units if layout is not None else ():
-            on_unit.drop_flight(u, self._backend)
+            on_unit.drop_flight(u, self.backend)
         layout = layout or s.layout
         units = [_without_full(u) if changed is None or i in changed else u for i, u in enumerate(s.units)]
         if changed is None:
@@ -421,7 +324,7 @@ class Tree:
         return layout
 
     def _plan(self) -> Layout:
-        return plan_groups(self.root, self.groups, self._all[0].data.spec, self._backend.offload)
+        return plan_groups(self.root, self.groups, self._all[0].data.spec, self.backend.offload)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -482,7 +385,7 @@ class Tree:
         plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
         gradients = [pair for group, plan, unit in plans for pair in group.gradients(unit, plan)]
         if self._attempt is None:
-            deliver(gradients)
+            deliver(hooked(gradients))
         else:
             self._attempt[2].append(gradients)
 

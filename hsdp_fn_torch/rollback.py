@@ -1,0 +1,148 @@
+"""The committed state of a tree, the frame that runs on top of it, and the ways back: after an error, by hand, or since
+another rank has failed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from hsdp_fn import HSDPState, Keep, UnitState
+from hsdp_fn import unit as on_unit
+from hsdp_fn.schedule import Journal
+from hsdp_fn.state import Token
+
+from .backend import TorchBackend
+from .binding import Tables
+from .frame import Frame
+from .group import Gradients, Group
+
+
+class Rollback(ABC):
+    """What a failing iteration must not touch, and how to get back to it.
+
+    Args:
+        backend: the root's.
+        groups: those with parameters.
+        tables: where their modules keep them.
+
+    Attributes:
+        committed: the state. Replaced as a whole, at the end of a backward.
+        frame: what is under way; None while nothing is.
+        strict: a backward that stopped has to be answered by `reset`.
+    """
+
+    committed: HSDPState
+
+    def __init__(self, backend: TorchBackend, groups: Sequence[Group], tables: Tables) -> None:
+        self.backend, self.groups, self.tables = backend, groups, tables
+        self.frame: Frame | None = None
+        self.strict = False
+        self._last: Frame | None = None  # the frame that rests; graphs of it may wake it
+        self._attempt: tuple[Journal, HSDPState, list[Gradients]] | None = None  # and its start, and gradients
+        self._calls = 0  # of the tree's modules, one inside the other
+
+    @property
+    def state(self) -> HSDPState:
+        """The committed state, or, while an iteration is under way, the units as they stand."""
+        return self.committed if self.frame is None else self.frame.snapshot()
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or backward is going on at this moment."""
+        if self.frame is not None and self.frame.in_backward:
+            return bool(torch._C._current_graph_task_id() >= 0)
+        return self._calls > 0
+
+    def drop(self) -> None:
+        """Forget the running frame: the iteration never happened."""
+        if self.frame is not None:
+            self.frame.abort()
+        self.frame = self._last = None
+        for group in self.groups:
+            group.to_run.clear()
+
+    def reset(self, keep: Keep = Keep.NOTHING) -> None:
+        """`drop`, and unless they are to be kept forget gradients that earlier backwards have held back."""
+        if not self.groups:
+            return
+        self.drop()
+        self.tables.disconnect()
+        s = self.committed
+        for unit in s.units:
+            on_unit.drop_flight(unit, self.backend)
+        if keep is Keep.ACCUMULATED:
+            kept = tuple(UnitState(u.name, u.master, None, u.acc_full, u.acc_partial) for u in s.units)
+            self.committed = HSDPState(kept, s.layout, s.backend, s.step, s.micro, s.ledger, Token())
+            return
+        units = tuple(UnitState(u.name, u.master) for u in s.units)
+        self.committed = HSDPState(units, s.layout, s.backend, s.step, 0, (), Token())
+
+    def undo_failed_backward(self) -> None:
+        """Drop a frame whose backward raised: its end was never called.
+
+        Raises:
+            RuntimeError: ``strict``.
+        """
+        frame = self.frame
+        if frame is not None and frame.in_backward and torch._C._current_graph_task_id() < 0:
+            at = "before any unit" if frame.reached is None else f"in unit {frame.layout.units[frame.reached].title!r}"
+            if self.strict:
+                raise RuntimeError(f"the last backward stopped {at}; call reset_iter_state() before anything else")
+            warnings.warn(
+                f"the last backward stopped {at}, so it is undone: its gradients are dropped and forward starts anew",
+                stacklevel=4,
+            )
+            self.drop()
+
+    @property
+    def attempting(self) -> bool:
+        """Whether an attempt is going on."""
+        return self._attempt is not None
+
+    @property
+    def _journal(self) -> Journal | None:
+        return None if self._attempt is None else self._attempt[0]
+
+    def begin_attempt(self, journal: Journal) -> None:
+        """Note collectives in the journal, and keep gradients back, until `end_attempt`. Settings, and parameters that
+        were changed or replaced, are taken over first, so that ``committed`` says what comes.
+        """
+        self.undo_failed_backward()
+        if self.frame is not None:
+            self.committed = self.frame.snapshot()
+            self.drop()
+        self._begin_frame()
+        self._attempt = journal, self.committed, []
+
+    def kept_back(self) -> list[Gradients]:
+        """Gradients of the attempt so far, backward by backward."""
+        return self._attempt[2] if self._attempt is not None else []
+
+    def end_attempt(self, *, commit: bool) -> None:
+        """Without ``commit``, everything is as it was before the attempt. Without effect outside of one."""
+        if self._attempt is None:
+            return
+        _, before, _ = self._attempt
+        self._attempt = None
+        if self.frame is not None:
+            self.frame.log.journal = None
+        if not commit:
+            self.drop()
+            self.tables.disconnect()
+            self.committed = before
+
+    @abstractmethod
+    def _begin_frame(self) -> None:
+        """Make ready for a forward: the committed state is up to date afterwards."""
+
+    @contextmanager
+    def own_parameters(self) -> Iterator[None]:
+        """Inside, every module has its sharded parameters, whatever a running frame has put there."""
+        self.undo_failed_backward()
+        with self.tables.own() if self.tables.in_place else nullcontext():
+            yield
