@@ -124,7 +124,8 @@ class ReductionPolicy:
         unused: what a trainable parameter without a gradient becomes. ``"none"`` leaves it without one, and a bucket
             none of whose parameters has one issues no collective; every rank must then use the same parameters, as a
             rank that didn't use one keeps its rows of it unchanged. ``"checked"`` is the same, and compares before each
-            reduction what takes part on all ranks, which costs one short message a rank and unit: for debugging.
+            reduction what takes part on all ranks, which costs one short message a rank and unit: for debugging. Units
+            that are gathered again in backward must be the same on all ranks even to be compared.
             ``"zeros"`` reduces zeros, in one order of units,
             so that ranks which use different units still reduce the same. (Their gathers must match too: gather such
             units on all ranks with `unshard` before the step.)

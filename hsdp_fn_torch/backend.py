@@ -36,7 +36,7 @@ from hsdp_fn.dtypes import ITEMSIZE, dtype_name
 from hsdp_fn.layout import Flat, Member
 
 from . import flat as flats
-from .mesh import mesh_spec, process_group
+from .mesh import mesh_spec, process_group, remember
 from .pool import BufferPool
 
 if TYPE_CHECKING:
@@ -81,11 +81,13 @@ class TorchBackend:
         self.device = _device_of(mesh)
         self.offload = offload_policy or OffloadPolicy()
         self.spec = spec or mesh_spec(mesh, dp_mesh_dims)
+        remember(mesh)
         own = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._own = {tuple(dist.get_process_group_ranks(group)): group for group in own}
         self._groups: dict[tuple[MeshSpec, tuple[str, ...]], dist.ProcessGroup] = {}
         self._separate: dict[MeshSpec, dist.ProcessGroup] = {}  # of reduce-scatters; see `UnitComm`
         self._plans: dict[Flat, flats.FlatPlan] = {}
+        self._meshes: dict[MeshSpec, DeviceMesh] = {}
         self.home, self._pin = self.device, False  # where shards are kept
         if isinstance(self.offload, CPUOffloadPolicy) and self.device.type != "cpu":
             self.home, self._pin = torch.device("cpu"), self.offload.pin_memory
@@ -104,6 +106,14 @@ class TorchBackend:
             group = self._own.get(ranks) or process_group(self.device.type, ranks)
             self._groups[mesh, axes] = group
         return group
+
+    def shard_mesh(self, mesh: MeshSpec) -> DeviceMesh:
+        """The shard group of this rank as a mesh of one axis."""
+        found = self._meshes.get(mesh)
+        if found is None:
+            group = self.group(mesh, mesh.shard)
+            found = self._meshes[mesh] = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",))
+        return found
 
     def for_unit(self, comm: UnitComm | None) -> TorchBackend:
         """The backend of a unit that communicates as ``comm`` says; this very one while that says nothing special, so
@@ -145,6 +155,12 @@ class TorchBackend:
                 if self.rank not in b.mesh.ranks:
                     names = [m.spec.name for m in b.params.members]
                     raise MeshError(f"parameters {names} are on ranks {b.mesh.ranks}, without this rank {self.rank}")
+                if list(group := b.mesh.group(self.rank, b.mesh.shard)) != sorted(group):
+                    names = [m.spec.name for m in b.params.members]
+                    raise MeshError(
+                        f"parameters {names} are sharded over ranks {group} in this order; process groups sort their "
+                        f"ranks, so they must rise along the shard axes of a mesh"
+                    )
                 if b.reduce_dtype in _NO_REDUCE.get(self._kind, ()) and b.grads is not None:
                     names = [m.spec.name for m in b.grads.members]
                     raise BackendError(f"{self._kind} can't reduce {b.reduce_dtype} gradients, asked for by {names}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hsdp_fn import ROOT, Layout, LayoutError, PhaseError
 
 from .compiling import not_traced
+from .dtensor import local_of
 
 if TYPE_CHECKING:
     from .frame import Frame
@@ -88,14 +89,19 @@ class Tables:
 
     def leave(self, index: int) -> None:
         """A unit's full parameters stay where they are while nobody runs."""
-        self._left[index] = [table[name]._version for table, name, _ in self._slots[index]]
+        self._left[index] = self._versions(index)
 
     def edited(self) -> int | None:
         """A unit whose full parameters were left and have been edited since: the edit would be lost with them."""
         for index, left in self._left.items():
-            if left != [table[name]._version for table, name, _ in self._slots[index]]:
+            if left != self._versions(index):
                 return index
         return None
+
+    def _versions(self, index: int) -> list[int]:
+        """An operator on a DTensor counts there, one on its local tensor in that."""
+        tensors = [table[name] for table, name, _ in self._slots[index]]
+        return [t._version + local_of(t)._version for t in tensors]
 
     @property
     def in_place(self) -> bool:

@@ -51,32 +51,20 @@ class Standing:
 
     @staticmethod
     def of(param: Tensor, name: str, data: DataMesh, dim: int | None) -> Standing:
-        """Where ``param`` will stand once its local tensor is sharded on ``dim`` (None: replicated) of ``data``.
+        """Where ``param`` will stand once its local tensor is sharded on ``dim`` (None: replicated) of ``data``, which
+        `require_stands` has nothing against.
 
         Raises:
-            MeshError: the parameter's own mesh or placements don't go with it.
+            MeshError: the parameter's own mesh can't be joined with it.
         """
         mesh, roles = data.standing
         placements: list[Placement] = [Shard(dim) if r == "shard" and dim is not None else Replicate() for r in roles]
         if not isinstance(param, DTensor):
-            if data.others:
-                raise MeshError(
-                    f"parameter {name!r} is a plain tensor, but the mesh has axes {data.others} beside the "
-                    f"data-parallel ones, and nothing says what they do to it; make it a DTensor on the whole mesh: "
-                    f"distribute_tensor(param, mesh, placements), with Replicate() on axes that don't split it"
-                )
             return Standing(mesh, tuple(placements), torch.Size(param.shape), name=name)
         spec = param._spec
-        if spec.mesh.device_type != mesh.device_type:
-            raise MeshError(
-                f"parameter {name!r} is a DTensor on a mesh of device type {spec.mesh.device_type!r}, but "
-                f"fully_shard's mesh has {mesh.device_type!r}; make both meshes for the same device"
-            )
-        if any(isinstance(p, Partial) for p in spec.placements):
-            raise MeshError(f"parameter {name!r} has placements {spec.placements}; Partial can't be sharded")
         summed: frozenset[int] = frozenset()
         if data.spmd:
-            summed = _require_whole(spec, name, data)
+            summed = frozenset(i for i, axis in enumerate(data.spec.names) if axis not in data.others)
             own = dict(zip(data.spec.names, spec.placements, strict=True))
             placements = [own.get(role, p) for role, p in zip(roles, placements, strict=True)]
         else:
@@ -151,23 +139,42 @@ class Standing:
         return tuple(out)
 
 
-def _require_whole(spec: DTensorSpec, name: str, data: DataMesh) -> frozenset[int]:
-    """A parameter is on the whole mesh, and whole along its data-parallel axes: their positions."""
+def require_stands(param: Tensor, name: str, data: DataMesh) -> None:
+    """All that can be said against a parameter on a mesh before anything is made.
+
+    Raises:
+        MeshError: naming parameter, axis, and the way out.
+    """
+    if not isinstance(param, DTensor):
+        if data.others:
+            raise MeshError(
+                f"parameter {name!r} is a plain tensor, but the mesh has axes {data.others} beside the data-parallel "
+                f"ones, and nothing says what they do to it; make it a DTensor on the whole mesh: "
+                f"distribute_tensor(param, mesh, placements), with Replicate() on axes that don't split it"
+            )
+        return
+    spec = param._spec
+    if spec.mesh.device_type != data.mesh.device_type:
+        raise MeshError(
+            f"parameter {name!r} is a DTensor on a mesh of device type {spec.mesh.device_type!r}, but "
+            f"fully_shard's mesh has {data.mesh.device_type!r}; make both meshes for the same device"
+        )
+    if any(isinstance(p, Partial) for p in spec.placements):
+        raise MeshError(f"parameter {name!r} has placements {spec.placements}; Partial can't be sharded")
+    if not data.spmd:
+        return
     if spec.mesh != data.mesh:
         raise MeshError(
             f"parameter {name!r} is a DTensor on mesh {spec.mesh}, but with dp_mesh_dims it must be on the very mesh "
             f"that fully_shard is given, {data.mesh}"
         )
-    axes = [i for i, axis in enumerate(data.spec.names) if axis not in data.others]
-    for i in axes:
-        if not spec.placements[i].is_replicate():
-            axis = data.spec.names[i]
+    for placement, axis in zip(spec.placements, data.spec.names, strict=True):
+        if axis not in data.others and not placement.is_replicate():
             role = "shard" if axis in data.spec.shard else "replicate"
             raise MeshError(
-                f"parameter {name!r} has placement {spec.placements[i]} on axis {axis!r}, which dp_mesh_dims gives the "
-                f"role {role!r}: expected Replicate() there; fully_shard splits it itself"
+                f"parameter {name!r} has placement {placement} on axis {axis!r}, which dp_mesh_dims gives the role "
+                f"{role!r}: expected Replicate() there; fully_shard splits it itself"
             )
-    return frozenset(axes)
 
 
 def _splits(placement: Placement, dim: int) -> bool:

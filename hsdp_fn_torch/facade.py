@@ -65,7 +65,8 @@ def fully_shard(
 ) -> M | list[nn.Module]:
     """Shard a module's parameters in place, as one unit; call it on inner modules first, on the root last.
 
-    Does not communicate; the first forward exchanges one short message a rank.
+    Does not communicate, except to make the process group of several flattened axes when these are first used; the
+    first forward exchanges one short message a rank.
 
     Args:
         module: a module, or a list of modules that are gathered and reduced as one unit.

@@ -29,7 +29,6 @@ from .binding import Binding, Tables, edited_text
 from .casting import cast_floating
 from .dtensor import piece
 from .gather import SavedParams, attach, plainly, watch
-from .mesh import mesh_of_group
 from .reducer import Reducer
 from .trace import span
 from .units import Units
@@ -353,13 +352,14 @@ class Frame(Units):
         """
         self.order.end_pass(whole=whole)
         self.backend.pool.trim()
+        graph = self.has_graph  # after an evaluation, nobody awaits the pieces: the modules have their own parameters
         for index, (use, way) in enumerate(zip(self.uses, self.handling, strict=True)):
             use.over = True
             if self._binding is None:
                 continue
             if isinstance(use.state.full, tuple) and (use.held or not way.reshard_after_forward):
                 self._leave_in_place(index)
-            elif isinstance(use.state.full, Regrouped):
+            elif isinstance(use.state.full, Regrouped) and graph:
                 self._leave_pieces(index, use.state.full)
             else:
                 self._binding.uninstall(index)
@@ -400,7 +400,7 @@ class Frame(Units):
         for bucket, flat in zip(self.layout.units[index].buckets, regrouped.flats, strict=True):
             if bucket.regather is not None and flat is not None:
                 backend, (mesh, params) = self.backends[index], (bucket.regather.mesh, bucket.regather.params)
-                over = mesh_of_group(backend.group(mesh, mesh.shard), backend.device.type)
+                over = backend.shard_mesh(mesh)
                 for member, row in zip(params.members, backend.split(mesh, params, flat), strict=True):
                     tensors[member.index] = piece(row, over, member)
         binding.install(index, tensors)

@@ -31,7 +31,7 @@ from hsdp_fn.policy import MixedPrecisionPolicy
 from .backend import TorchBackend
 from .binding import Slot
 from .comm import UnitComm
-from .dtensor import Standing, local_of, presented, set_local
+from .dtensor import Standing, local_of, presented, require_stands, set_local
 from .guards import fingerprint, mark_taken, taken_as
 from .mesh import DataMesh
 from .planning import ShardPlacementFn, has_extension, placement_of, require_plain_tensor
@@ -82,6 +82,7 @@ class Group:
         pointers: of the parameters' local tensors while they view the masters.
         initial, first_marks: for each mesh a fingerprint of the whole parameters there, and `marks`, when they were
             sharded.
+        peers: the widest set of ranks that is known to take part in the model: the unit's, or the root's.
         to_run: modules that have yet to run in this pass through the group.
     """
 
@@ -100,6 +101,7 @@ class Group:
     unit: UnitState | None = None
     pointers: tuple[int, ...] = ()
     initial: Sequence[tuple[MeshSpec, str]] = ()
+    peers: tuple[int, ...] = ()
     first_marks: Sequence[object] = ()
     to_run: set[int] = field(default_factory=set)
 
@@ -156,6 +158,7 @@ class Group:
                 placement, data = placement_of(param, first, placement_fn, self.data)
             wanted[first] = placement if data is self.data else OnMesh(placement, data.spec)
             meshes.append(data)
+            require_stands(param, first, data)
             specs.append(ParamSpec(first, tuple(inner.shape), str(param.dtype), param.requires_grad, tuple(aliases)))
         layout = plan_layout(
             specs,
@@ -185,7 +188,7 @@ class Group:
             self.handling.standings = self.standings
         for table, local, at in slots:
             table[local] = self.params[at]
-        self._mark_experts()
+        self.mark_experts()
         self.pointers = _pointers([local_of(p) for p in self.params])
         self.first_marks = self.marks([table[local] for table, local, _ in slots])
 
@@ -269,7 +272,7 @@ class Group:
             for member, row in zip(members, self.backend.split(bucket.mesh, bucket.params, master), strict=True):
                 set_local(self.params[member.index], row)
             masters.append(master)
-        self._mark_experts()
+        self.mark_experts()
         self.pointers = _pointers([local_of(p) for p in self.params])
         return UnitState(unit.name, tuple(masters), None, unit.acc_full, unit.acc_partial, unit.reducing, unit.grad)
 
@@ -319,12 +322,12 @@ class Group:
                 if has_extension(local_of(param)):
                     require_plain_tensor(local_of(param), spec.name)
 
-    def _mark_experts(self) -> None:
-        """Tell `clip_grad_norm_` of parameters that stand on some of the unit's ranks only: the others hold others."""
-        ranks = self.data.spec.data_parallel_group(self.backend.rank)
+    def mark_experts(self, peers: tuple[int, ...] = ()) -> None:
+        """Tell `clip_grad_norm_` of parameters that stand on some of ``peers`` only: the others hold others."""
+        self.peers = max(self.data.spec.data_parallel_group(self.backend.rank), peers, self.peers, key=len)
         for param, standing in zip(self.params, self.standings, strict=True):
-            if not set(ranks) <= set(standing.mesh.mesh.flatten().tolist()):
-                param._hsdp_peers = ranks  # type: ignore[attr-defined]
+            if not set(self.peers) <= set(standing.mesh.mesh.flatten().tolist()):
+                param._hsdp_peers = self.peers  # type: ignore[attr-defined]
 
     def _require_ties(self, plan: UnitLayout) -> None:
         for table, local, at in self.slots:

@@ -17,7 +17,7 @@ from hsdp_fn import DataParallelMeshDims, MeshError, MeshSpec
 
 
 def mesh_spec(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None) -> MeshSpec:
-    """The roles of a mesh's axes. Does not communicate. Backends of this process use the mesh's groups from now on.
+    """The roles of a mesh's axes. Does not communicate.
 
     Args:
         mesh: with ``dp_mesh_dims`` any named mesh. Without, by FSDP2's convention: 1-D: its axis shards; 2-D: axis 0
@@ -60,51 +60,45 @@ def _spec(mesh: DeviceMesh, names: tuple[str, ...], shard: tuple[str, ...], repl
                     f"the ranks of a mesh must be in rising order along each axis, as torch sorts the ranks of a "
                     f"group; found {group} along {axes} in {mesh.mesh.tolist()}"
                 )
-    _remember(mesh)
     return spec
 
 
 # -- process groups -----------------------------------------------------------------------------------------------
 
-# The default process group: device type and ranks: the group of these ranks.
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
+# The default process group: device type and ranks: the group of these ranks; None for the default one itself, which the
+# value must not keep.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]] = (
     WeakKeyDictionary()
 )
 
 
 def process_group(device: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The process group of these ranks, one for all modules and meshes: of a mesh that `mesh_spec` has seen, else a new
-    one. Making it communicates, among these ranks only, which all have to ask for it at the same place."""
+    """The process group of these ranks, one for all modules and meshes: of a mesh that a backend was made for, else a
+    new one. Making it communicates, among these ranks only, which all have to ask for it at the same place."""
     default = dist.distributed_c10d._get_default_group()
     known, key = _GROUPS.setdefault(default, {}), (device, tuple(ranks))
-    if known.get(key) not in dist.distributed_c10d._world.pg_map:  # never made, or destroyed since
+    if key in known and known[key] is None:
+        return default
+    found = known.get(key)
+    if found is None or found not in dist.distributed_c10d._world.pg_map:  # never made, or destroyed since
         if len(ranks) == dist.get_world_size() and torch.device(device) in default._device_types:
-            known[key] = default
-        else:
-            known[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="hsdp")
-    return known[key]
+            known[key] = None
+            return default
+        found = known[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="hsdp")
+    return found
 
 
-def _remember(mesh: DeviceMesh) -> None:
+def remember(mesh: DeviceMesh) -> None:
+    """Use a mesh's process groups for their ranks from now on. All ranks of the mesh must call it at the same place."""
     if mesh.get_coordinate() is None or not dist.is_initialized():
         return
-    known = _GROUPS.setdefault(dist.distributed_c10d._get_default_group(), {})
+    default = dist.distributed_c10d._get_default_group()
+    known = _GROUPS.setdefault(default, {})
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         key = (mesh.device_type, tuple(dist.get_process_group_ranks(group)))
-        if known.get(key) not in dist.distributed_c10d._world.pg_map:
-            known[key] = group
-
-
-# The group of some ranks: these as a mesh.
-_MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-
-
-def mesh_of_group(group: dist.ProcessGroup, device: str) -> DeviceMesh:
-    """The ranks of a process group as a 1-D mesh. Does not communicate."""
-    if group not in _MESHES:
-        _MESHES[group] = DeviceMesh.from_group(group, device, mesh_dim_names=("shard",))
-    return _MESHES[group]
+        if key not in known or (known[key] is not None and known[key] not in dist.distributed_c10d._world.pg_map):
+            known[key] = None if group is default else group
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -166,7 +160,7 @@ class DataMesh:
                 parts.append(self.mesh[name])
                 roles_.append(name)
         for part in parts:
-            _remember(part)
+            remember(part)
         return DeviceMesh._concatenate(parts) if len(parts) > 1 else parts[0], tuple(roles_)
 
 
@@ -188,6 +182,7 @@ def data_mesh(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None
     key = (mesh, dp_mesh_dims)
     if key not in kept:
         kept[key] = DataMesh(mesh, mesh_spec(mesh, dp_mesh_dims), dp_mesh_dims is not None)
+        remember(mesh)
     return kept[key]
 
 
@@ -213,6 +208,7 @@ def data_mesh_of(info: Any) -> DataMesh:
                 f"mesh_info of a mesh with axes {names} gives {roles} a role; pass the data-parallel submesh"
             )
         kept[key] = DataMesh(mesh, _spec(mesh, names, *roles), False)
+        remember(mesh)
     return kept[key]
 
 

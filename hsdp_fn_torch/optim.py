@@ -146,6 +146,8 @@ def clip_grad_norm_(
     by_mesh: dict[tuple[Any, Any], list[Tensor]] = {}
     for param in params:
         grad = param.grad if param.grad is not None else getattr(param, "main_grad", None)
+        if grad is None and isinstance(param, DTensor) and param.requires_grad:
+            grad = torch.zeros_like(param)  # other ranks may have one, and then all must take part
         if grad is not None:
             mesh = grad.device_mesh if isinstance(grad, DTensor) else None
             by_mesh.setdefault((mesh, getattr(param, "_hsdp_peers", None)), []).append(grad)

@@ -73,6 +73,11 @@ def _own_mesh(info: Any, name: str, data: DataMesh) -> DataMesh:
         own = data_mesh_of(info)
     except MeshError as error:
         raise MeshError(f"shard_placement_fn of parameter {name!r}: {error}") from None
+    if own.mesh.get_coordinate() is None:
+        raise MeshError(
+            f"shard_placement_fn puts parameter {name!r} on ranks {own.spec.ranks}, without this one; take a slice of "
+            f"a mesh over all ranks of the unit: mesh['edp']"
+        )
     if own.mesh.device_type != data.mesh.device_type:
         raise MeshError(
             f"shard_placement_fn puts parameter {name!r} on a mesh of device type {own.mesh.device_type!r}, its unit "

@@ -60,9 +60,10 @@ def recoverable(
 
     A rank that fails can free its peers only if it knows what they will issue: the collectives of an attempt must be
     the same each time. It takes ``schedule``, or what such an attempt issued the last time, or `expected_comm` of one
-    forward and backward. Where none of these begins with what it has issued so far, or where a collective itself has
-    failed, it can't help, says so in a note to its exception, and its peers wait for their timeout. The model's own
-    collectives (tensor or expert parallel ones) aren't known here: a rank that fails before one leaves its peers there.
+    forward and backward (which knows neither reentrant checkpoints nor settings that are changed inside). Where none of
+    these begins with what it has issued so far, or where a collective itself has failed, it can't help, says so in a
+    note to its exception, and its peers wait for their timeout. The model's own collectives (tensor or expert parallel
+    ones) aren't known here: a rank that fails before one leaves its peers there.
 
     Communicates at the end: one number, over the shard group and, where there is one, over the replicate group; after a
     failure also one short message a rank.
@@ -79,7 +80,7 @@ def recoverable(
     """
     if isinstance(target, HSDPState):
         return _StateAttempt(target, timeout, schedule)
-    if "_hsdp_group" not in target.__dict__:
+    if not isinstance(target, nn.Module) or "_hsdp_group" not in target.__dict__:
         raise TypeError(f"recoverable takes a state or a module of fully_shard, found {type(target).__name__}")
     return _ModuleAttempt(target, timeout, schedule)
 
@@ -97,11 +98,13 @@ class Attempt(ABC):
         self.journal = Journal()
         self.committed: bool | None = None
         self._schedule = None if schedule is None else tuple(schedule)
+        self._began_as: Any = None
 
     def __enter__(self) -> Attempt:
         self._require_usable()
         try:
             self._begin()
+            self._began_as = self._kind()
             if any(not same for _, same in self._known().values()):
                 warnings.warn(
                     "attempts like this one have issued different collectives; a rank that fails alone can't free its "
@@ -175,6 +178,8 @@ class Attempt(ABC):
             fitting = {issued for plan, (issued, _) in known.items() if plan[: len(planned)] == planned}
             if len(fitting) > 1:
                 return "attempts like this one have issued different collectives"
+            if not fitting and self._kind() != self._began_as:
+                return "settings were changed inside the attempt"
             schedule = fitting.pop() if fitting else planned
             if not schedule:
                 return "no attempt like this one has succeeded before, so it isn't known what they will issue"
@@ -188,10 +193,10 @@ class Attempt(ABC):
         return None
 
     def _known(self) -> dict[Issued, tuple[Issued, bool]]:
-        return _REMEMBERED.get(self._backend, {}).get(self._kind(), {})
+        return _REMEMBERED.get(self._backend, {}).get(self._began_as, {})
 
     def _remember(self) -> None:
-        known = _REMEMBERED.setdefault(self._backend, {}).setdefault(self._kind(), {})
+        known = _REMEMBERED.setdefault(self._backend, {}).setdefault(self._began_as, {})
         before, issued = known.get(self.journal.planned), tuple(self.journal)
         known[self.journal.planned] = issued, before is None or before[0] == issued
 

@@ -68,6 +68,9 @@ class Tree(Rollback):
         _require_one_device(self.groups, self.backend)
         for group in self._all:
             group.backend.share_pool(self.backend.pool)
+        ranks = groups[0].data.spec.data_parallel_group(self.backend.rank)
+        for group in self.groups:
+            group.mark_experts(ranks)
         self.arrange()
         self._facts: list[object] = [g.facts() for g in self.groups]
         if not self.groups:

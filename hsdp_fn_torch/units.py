@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsdp_fn import HSDPState, PhaseError
@@ -61,9 +62,10 @@ class Units:
             self._binding.uninstall(index)
 
     def reshard_after_forward(self, index: int) -> None:
-        """`reshard`, as far as the unit's handling says: to smaller groups, or not at all."""
+        """`reshard`, as far as the unit's handling says: to smaller groups, or not at all. A forward without gradients
+        has no backward that would gather over the groups: it reshards wholly."""
         way = self.handling[index].reshard_after_forward
-        if type(way) is not int:
+        if type(way) is not int or not torch.is_grad_enabled():
             if way:
                 self.reshard(index)
             return

@@ -557,7 +557,7 @@ def test_loading_after_a_backward_that_failed(rank, world):
     model = sharded(world)
     with tripwire(model.layers[1], "backward"), contextlib.suppress(Boom):
         model(data(rank, 0)).sum().backward()
-    with pytest.warns(UserWarning, match="didn't end"):
+    with pytest.warns(UserWarning, match="the last backward stopped in unit"):
         load_into(model, plain(7))
     equal(whole(model), plain(7))
     single = chain()

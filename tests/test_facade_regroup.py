@@ -328,7 +328,7 @@ def test_replicated_parameters_of_a_regrouped_unit(rank, world):
 
 @on_ranks(4)
 def test_an_update_between_forwards_is_seen(rank, world):
-    """An evaluation leaves pieces of the old values; after the update they are worth nothing."""
+    """A forward leaves pieces of the old values; after the update they are worth nothing."""
     model, single = integers_(chain()), integers_(chain())
     shard_blocks(OURS, model, small(world), reshard_after_forward=2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, single)]
@@ -339,14 +339,13 @@ def test_an_update_between_forwards_is_seen(rank, world):
         loss_of(model(batch(rank)[0]), batch(rank)[1]).backward()
         (sum(loss_of(single(x), y) for x, y in everyone) / world).backward()
         equal(full_grads(model), {n: p.grad for n, p in single.named_parameters()}, f"step {step}")
-        with torch.no_grad():
-            model(batch(rank)[0])  # leaves pieces
+        out = model(batch(rank)[0])  # leaves pieces, while somebody may differentiate it
         for optimizer in optimizers:
             for g in optimizer.param_groups:
                 for p in g["params"]:
                     p.grad.sign_()
             optimizer.step()
-        assert places(model) == [2] * 8
+        assert places(model) == [2] * 8 and out.requires_grad
         with torch.no_grad():
             equal([model(batch(rank)[0])], [single(batch(rank)[0])], f"after step {step}")
             equal([full(m.weight) for m in model.layers[0].children()], [m.weight for m in single.layers[0].children()])
@@ -464,13 +463,14 @@ def test_pieces_in_a_loss_outside_forward_are_told(rank, world, use):
 def test_edits_of_pieces_are_told(rank, world, looked):
     """They would be lost; also after somebody has listed the parameters meanwhile."""
     model = shard_blocks(OURS, chain(), small(world), reshard_after_forward=2)
+    out = model(data(rank, 0))
+    if looked:
+        assert len(list(model.parameters())) == 16
     with torch.no_grad():
-        model(data(rank, 0))
-        if looked:
-            assert len(list(model.parameters())) == 16
         model.layers[0].up.weight.mul_(2.0)
         with pytest.raises(RuntimeError, match=r"unit 'layers\.0' were edited in place"):
             model(data(rank, 1))
+    assert out.requires_grad
     equal([full(model.layers[0].up.weight)], [chain().layers[0].up.weight])
 
 
@@ -479,9 +479,8 @@ def test_state_dicts_while_regrouped(rank, world):
     """Shards over all ranks, whole tensors; and loading between forward and backward outdates the pieces."""
     source = integers_(chain(), seed=3)
     model, values = shard_blocks(OURS, integers_(chain()), small(world), reshard_after_forward=2), source.state_dict()
-    with torch.no_grad():
-        model(data(rank, 0))
-    assert places(model) == [2] * 8
+    out = model(data(rank, 0))
+    assert places(model) == [2] * 8 and out.requires_grad
     for name, value in get_model_state_dict(model).items():
         assert value.device_mesh.size() == 4 and value.placements == (Shard(0),)
         equal([full(value)], [integers_(chain()).state_dict()[name]])
