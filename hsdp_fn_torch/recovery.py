@@ -176,6 +176,8 @@ class Attempt(ABC):
         if schedule is None:
             known, planned = self._known(), self.journal.planned
             fitting = {issued for plan, (issued, _) in known.items() if plan[: len(planned)] == planned}
+            if planned and planned in known:  # rather than one that had more calls to come
+                fitting = {known[planned][0]}
             if len(fitting) > 1:
                 return "attempts like this one have issued different collectives"
             if not fitting and self._kind() != self._began_as:
