@@ -1,0 +1,193 @@
+"""What attempts begin with and how they end: units that are gathered, settings and parameters that were changed before,
+hooks and messages that fail; and the end of an accumulation without a backward.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hsdp_fn_torch as ht
+from hsdp_fn import PeerFailed, PolicyError, unshard
+from hsdp_fn_torch import recoverable
+from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks
+from tests.workers_recovery import require_equal
+from tests.workers_torch import LAYERS, mesh_for, on_ranks
+
+
+def functional(world):
+    model = chain(depth=2)
+    state = ht.shard_module(model, mesh_for(world), LAYERS[:2])
+    return model, state, ht.value_and_grad(lambda p, x: ht.functional_call(model, p, x).square().mean())
+
+
+def facade(world, **options):
+    return shard_blocks(OURS, chain(depth=2), mesh_for(world), **options)
+
+
+def outcome(target, body):
+    """``own``, ``peer`` or ``ok``; a failed rank could free its peers, or it has a note."""
+    try:
+        with recoverable(target, timeout=20.0) as attempt:
+            body(attempt)
+    except Boom as error:
+        assert not getattr(error, "__notes__", None), error.__notes__
+        return "own"
+    except PeerFailed as error:
+        assert error.ranks == (0,)
+        return "peer"
+    return "ok"
+
+
+def whole_grads(model):
+    return [None if p.grad is None else full(p.grad) for p in model.parameters()]
+
+
+def keep_gathered(model, rank):
+    model.set_reshard_after_backward(False)
+    mean_square(model, data(rank, 0)).backward()
+    model.zero_grad()
+
+
+def evaluate(model, rank):
+    with torch.no_grad():
+        model(data(rank, 0))
+
+
+#: What may have happened since the last step: a name, options of the model, and what is done.
+SINCE = {
+    "nothing": ({}, lambda m, rank: None),
+    "kept whole after forward": ({}, lambda m, rank: m.set_reshard_after_forward(False)),
+    "frozen": ({}, lambda m, rank: m.layers[0].requires_grad_(False)),
+    "kept whole after backward": ({}, keep_gathered),
+    "evaluated": ({}, evaluate),
+    "evaluated and kept whole": ({"reshard_after_forward": False}, evaluate),
+}
+
+
+@pytest.mark.parametrize("since", SINCE)
+@pytest.mark.parametrize("when", ["before", "after forward"])
+@on_ranks(2)
+def test_a_rank_knows_what_comes_whatever_happened_since_the_last_step(rank, world, since, when):
+    options, happen = SINCE[since]
+    model, twin = facade(world, **options), facade(world, **options)
+    for m in (model, twin):
+        mean_square(m, data(rank, 0)).backward()
+        m.zero_grad()
+        happen(m, rank)
+
+    def body(attempt):
+        if rank == 0 and when == "before":
+            raise Boom("before")
+        loss = mean_square(model, data(rank, 1))
+        if rank == 0:
+            raise Boom("after forward")
+        loss.backward()
+
+    assert outcome(model, body) == ("own" if rank == 0 else "peer")
+    assert all(p.grad is None for p in model.parameters())
+    for m in (model, twin):
+        mean_square(m, data(rank, 1)).backward()
+    require_equal(whole_grads(model), whole_grads(twin), since)
+
+
+@on_ranks(2)
+def test_units_that_come_gathered_are_not_gathered_again(rank, world):
+    model, state, _ = functional(world)
+    state = unshard(state)
+
+    def fail(params, x):
+        if rank == 0:
+            raise Boom("in the loss")
+        return ht.functional_call(model, params, x).square().mean()
+
+    step = ht.value_and_grad(fail)
+
+    def body(attempt):
+        (_, _), attempt.state = step(attempt.state, data(rank, 0))
+
+    assert outcome(state, body) == ("own" if rank == 0 else "peer")
+
+
+@on_ranks(2)
+def test_states_are_warned_of_attempts_that_differ(rank, world):
+    _, state, step = functional(world)
+    half = ht.value_and_grad(lambda params, x: params["layers.0.up.weight"].sum())
+    for run in (step, half):  # the plan is the same, what is issued isn't
+        with recoverable(state) as attempt:
+            (_, _), attempt.state = run(attempt.state, data(rank, 0))
+        state = attempt.state
+    with pytest.warns(UserWarning, match="different collectives"), recoverable(state) as attempt:
+        (_, _), attempt.state = step(attempt.state, data(rank, 0))
+
+
+@on_ranks(2)
+def test_a_hook_of_a_parameter_that_fails_counts_before_the_vote(rank, world):
+    model = facade(world)
+    mean_square(model, data(rank, 0)).backward()
+    model.zero_grad()
+
+    def hook(grad):
+        if rank == 0:
+            raise Boom("hook")
+
+    handle = model.first.weight.register_hook(hook)
+    assert outcome(model, lambda _: mean_square(model, data(rank, 0)).backward()) == ("own" if rank == 0 else "peer")
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    assert outcome(model, lambda _: mean_square(model, data(rank, 0)).backward()) == "ok"
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_an_exception_without_a_text_is_told_by_its_class(rank, world):
+    class Mute(Boom):
+        def __str__(self):
+            raise ValueError("no text")
+
+    model = facade(world)
+    mean_square(model, data(rank, 0)).backward()
+    with pytest.raises((Mute, PeerFailed)) as caught, recoverable(model):
+        if rank == 0:
+            raise Mute
+        mean_square(model, data(rank, 0)).backward()
+    assert rank == 0 or caught.value.reasons == {0: "Mute"}
+
+
+@on_ranks(2)
+def test_attempts_dont_go_with_compared_use(rank, world):
+    model = facade(world)
+    model.set_check_unused_params(True)
+    mean_square(model, data(rank, 0)).backward()
+    with pytest.raises(PolicyError, match="checked"), recoverable(model):
+        pass
+    model.set_check_unused_params(False)
+    assert outcome(model, lambda _: mean_square(model, data(rank, 0)).backward()) == "ok"
+
+
+@on_ranks(2)
+def test_what_is_no_state_and_no_sharded_module_is_refused(rank, world):
+    for target in (None, {}, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="a state or a module of fully_shard"):
+            recoverable(target)
+
+
+@pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@on_ranks(2, 4)
+def test_an_accumulation_is_finished_without_a_backward(rank, world, setter):
+    """As by a last backward with sync; and on the root only, outside of forward, once."""
+    model, twin = facade(world), facade(world)
+    for m in (model, twin):
+        getattr(m, setter)(False)
+        mean_square(m, data(rank, 0)).backward()
+    getattr(twin, setter)(True)
+    for m in (model, twin):
+        mean_square(m, data(rank, 1)).backward()
+    model.finish_accumulation()
+    require_equal(whole_grads(model), whole_grads(twin), setter)
+    assert all(u.acc_full is None and u.acc_partial is None for u in model.hsdp_state.units)
+    before = whole_grads(model)
+    model.finish_accumulation()
+    require_equal(whole_grads(model), before, "nothing is held any more")
+    with pytest.raises(RuntimeError, match="root"):
+        model.layers[0].finish_accumulation()
