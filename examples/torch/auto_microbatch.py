@@ -175,7 +175,8 @@ def train(trainer: Trainer, budget: Budget, batches: Batches, steps: int, size: 
             except (torch.OutOfMemoryError, PeerFailed) as error:
                 if size == 1 or not ran_out(error):
                     raise
-                print(f"step {step}, {size} rows, rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
+                met = f"step {step}, {size} rows, rank {dist.get_rank()}: {type(error).__name__}: {error}"
+                print(f"{met}\n", end="", flush=True)  # in one piece, as several ranks print
             if loss is None:
                 trainer.drop_step()
                 size //= 2

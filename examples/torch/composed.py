@@ -177,7 +177,7 @@ def verdict(run: Run, reference: Run, tolerance: float = TOLERANCE) -> int:
 def say(line: str) -> None:
     """Print at once, and on one process only."""
     if dist.get_rank() == 0:
-        print(line, flush=True)
+        print(f"{line}\n", end="", flush=True)  # in one piece
 
 
 def log(step: int, steps: int, run: Run) -> None:
