@@ -28,8 +28,8 @@ class Backend(Protocol):
         ...
 
     def exchange(self, message: str) -> dict[int, str]:
-        """Messages by rank, in rank order, of all that this rank communicates with on the backend's own mesh. Control
-        plane: called by `shard` only, so that ranks fail together."""
+        """Communicates: messages by rank, in rank order, of all that this rank communicates with on the backend's own
+        mesh. Control plane, so that ranks fail together: no step calls it unless asked to compare or to recover."""
         ...
 
     def votes(self, mine: bool) -> int:

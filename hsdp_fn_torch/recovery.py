@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from hsdp_fn import (
     PeerFailed,
     PhaseError,
     PolicyError,
+    ReductionPolicy,
     UnitState,
     expected_comm,
 )
@@ -253,7 +254,7 @@ class _StateAttempt(Attempt):
 
     def _require_usable(self) -> None:
         self._before.token.require("recoverable")
-        _require_unchecked(self._before.layout)
+        _require_unchecked(unit.reduction for unit in self._before.layout.units)
         if self._before.token.journal is not None:
             raise PhaseError("an attempt inside another one")
 
@@ -309,11 +310,11 @@ class _ModuleAttempt(Attempt):
             raise PhaseError("recoverable: nothing of this module is sharded")
         if self._tree.attempting or self._tree.running:
             raise PhaseError("an attempt begins outside of forward, backward and other attempts")
+        _require_unchecked(g.settings.reduction for g in self._tree.groups)
 
     def _begin(self) -> None:
         tree = self._tree
         tree.begin_attempt(self.journal)
-        _require_unchecked(tree.committed.layout)
         syncs = {g.handling.sync for g in tree.groups}
         if len(syncs) == 1:
             # Here units that come gathered are treated after forward as all others.
@@ -335,8 +336,8 @@ class _ModuleAttempt(Attempt):
         self._tree.end_attempt(commit=False)
 
 
-def _require_unchecked(layout: Layout) -> None:
-    if any(unit.reduction.unused == "checked" for unit in layout.units):
+def _require_unchecked(reductions: Iterable[ReductionPolicy]) -> None:
+    if any(reduction.unused == "checked" for reduction in reductions):
         raise PolicyError(
             "recoverable doesn't go with unused='checked', whose messages a failed rank can't take part in"
         )

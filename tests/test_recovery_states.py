@@ -159,8 +159,9 @@ def test_attempts_dont_go_with_compared_use(rank, world):
     model = facade(world)
     model.set_check_unused_params(True)
     mean_square(model, data(rank, 0)).backward()
-    with pytest.raises(PolicyError, match="checked"), recoverable(model):
+    with pytest.raises(PolicyError, match="checked") as refused, recoverable(model):
         pass
+    assert not getattr(refused.value, "__notes__", None), "nobody waits: all ranks are refused alike"
     model.set_check_unused_params(False)
     assert outcome(model, lambda _: mean_square(model, data(rank, 0)).backward()) == "ok"
 
