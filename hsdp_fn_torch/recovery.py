@@ -70,7 +70,8 @@ def recoverable(
     failure also one short message a rank.
 
     Args:
-        target: a state, or the root module. Run the optimizer outside.
+        target: a state, or the root module. Run the optimizer outside, and let exceptions leave the block: a rank that
+            catches one inside and goes on has issued other collectives than its peers.
         timeout: seconds that waiting for one collective may take inside; None: as the process groups say. After one
             gloo's groups can't be used any more: restart from a checkpoint. On a device the host then waits for each.
         schedule: all that the attempt issues, if it is known better.
@@ -181,7 +182,7 @@ class Attempt(ABC):
                 fitting = {known[planned][0]}
             if len(fitting) > 1:
                 return "attempts like this one have issued different collectives"
-            if not fitting and self._kind() != self._began_as:
+            if not fitting and self._began_as not in (None, self._kind()):
                 return "settings were changed inside the attempt"
             schedule = fitting.pop() if fitting else planned
             if not schedule:
@@ -324,7 +325,8 @@ class _ModuleAttempt(Attempt):
     def _make_ready(self) -> None:
         if self._tree.running:
             raise PhaseError("an attempt ends outside of forward and backward")
-        self._tree.undo_failed_backward()
+        if (at := self._tree.stopped()) is not None:  # somebody has caught its exception inside
+            raise PhaseError(f"a backward of this attempt stopped {at}; let its exception leave the attempt")
         self._gradients = [hooked(gradients) for gradients in self._tree.kept_back()]
 
     def _commit(self) -> None:

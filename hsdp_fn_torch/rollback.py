@@ -82,15 +82,20 @@ class Rollback(ABC):
         units = tuple(UnitState(u.name, u.master) for u in s.units)
         self.committed = HSDPState(units, s.layout, s.backend, s.step, 0, (), Token())
 
+    def stopped(self) -> str | None:
+        """Where a backward has stopped without an end; None if none has."""
+        frame = self.frame
+        if frame is None or not frame.in_backward or torch._C._current_graph_task_id() >= 0:
+            return None
+        return "before any unit" if frame.reached is None else f"in unit {frame.layout.units[frame.reached].title!r}"
+
     def undo_failed_backward(self) -> None:
         """Drop a frame whose backward raised: its end was never called.
 
         Raises:
             RuntimeError: ``strict``.
         """
-        frame = self.frame
-        if frame is not None and frame.in_backward and torch._C._current_graph_task_id() < 0:
-            at = "before any unit" if frame.reached is None else f"in unit {frame.layout.units[frame.reached].title!r}"
+        if (at := self.stopped()) is not None:
             if self.strict:
                 raise RuntimeError(f"the last backward stopped {at}; call reset_iter_state() before anything else")
             warnings.warn(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hsdp_fn_torch as ht
-from hsdp_fn import PeerFailed, PolicyError, unshard
+from hsdp_fn import PeerFailed, PhaseError, PolicyError, unshard
 from hsdp_fn_torch import recoverable
-from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks
+from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks, tripwire
 from tests.workers_recovery import require_equal
 from tests.workers_torch import LAYERS, mesh_for, on_ranks
 
@@ -137,6 +137,27 @@ def test_a_hook_of_a_parameter_that_fails_counts_before_the_vote(rank, world):
     handle.remove()
     assert outcome(model, lambda _: mean_square(model, data(rank, 0)).backward()) == "ok"
     assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_a_failed_backward_that_somebody_catches_inside_isnt_committed(rank, world):
+    """Otherwise this rank would commit without its gradients, and its peer with mixed ones."""
+    model = facade(world)
+    mean_square(model, data(rank, 0)).backward()
+    expected = whole_grads(model)
+    model.zero_grad()
+
+    with pytest.raises((PhaseError, PeerFailed)) as caught, recoverable(model):
+        if rank == 0:
+            with pytest.raises(Boom), tripwire(model.layers[1], "backward"):
+                mean_square(model, data(rank, 0)).backward()
+        else:
+            mean_square(model, data(rank, 0)).backward()
+    assert isinstance(caught.value, PhaseError if rank == 0 else PeerFailed)
+    assert not getattr(caught.value, "__notes__", None)
+    assert all(p.grad is None for p in model.parameters())
+    mean_square(model, data(rank, 0)).backward()
+    require_equal(whole_grads(model), expected, "after it")
 
 
 @on_ranks(2)
