@@ -13,7 +13,8 @@ instead; ``hang``: only the timeout of the process group ended it; ``dies``: the
 scenario is run again with `zero_grad` after `reset_iter_state`.
 
 Afterwards failures are injected at every collective and every wait for one, and in forward and backward of every
-module, on rank 0, on rank 1, and on both.
+module, on rank 0, on rank 1, and on both; and before and after every launch and every wait of steps on the numpy
+reference backend (`reference_faults`).
 
 The last line counts the checks of this library (torch's don't count); exit code 0 only if all are right.
 """
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
+from benchmarks import reference_faults
 from benchmarks.failures import CONTENDERS, Contender, count_collectives
 from benchmarks.scenarios import RANKS, RIGHT, SCENARIOS, inject
 from hsdp_fn_torch.backend import TorchBackend
@@ -196,6 +198,12 @@ def main(argv: list[str] | None = None) -> int:
             count += sum(t.count for t in found.values())
             problems += [f"{label}: {p}" for t in found.values() for p in t.problems]
             print(f"{label:37}" + "   ".join(f"{kind} {t.right}/{t.count}" for kind, t in found.items()), flush=True)
+    found = reference_faults.sweep(11 if args.quick else 1)
+    right += sum(good for good, _, _ in found.values())
+    count += sum(all_ for _, all_, _ in found.values())
+    problems += [p for _, _, wrong in found.values() for p in wrong]
+    tallies = "   ".join(f"{mesh} {good}/{all_}" for mesh, (good, all_, _) in found.items())
+    print(f"{'reference backend, 4 ranks':37}{tallies}")
     for problem in problems:
         print(f"NOT RIGHT: {problem}")
     print(f"\n{time.monotonic() - started:.0f} s\nrecovery: {right}/{count}")

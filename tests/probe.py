@@ -22,14 +22,15 @@ class Probe(ReferenceBackend):
 
     Args:
         mesh: as for `ReferenceBackend`.
-        fault: ``("launch", k)`` or ``("wait", k)``: the k-th such call raises before it does anything.
+        fault: ``("launch", k)`` or ``("wait", k)``: the k-th such call raises before it does anything. ``("issued",
+            k)``, ``("landed", k)``: it raises when it has done it, so that nobody has its handle.
         lasting: a collective whose wait failed fails every later wait too, and its output stays poisoned.
         in_place: all-reduce writes into its input, and store into a shard it is donated, as `Backend` allows.
 
     Attributes:
         issued: ``(op, bytes of the larger buffer, group size)`` of each collective, one rank's view.
         in_flight: collectives that were issued and not awaited.
-        calls: how many launches and waits there were.
+        calls: how many of each of these moments there were.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Probe(ReferenceBackend):
         self.fault, self.lasting, self.in_place = fault, lasting, in_place
         self.issued: list[tuple[str, int, int]] = []
         self.in_flight: set[Flight] = set()
-        self.calls = {"launch": 0, "wait": 0}
+        self.calls = {"launch": 0, "issued": 0, "wait": 0, "landed": 0}
         self._dead: set[Flight] = set()
         self._landed: set[Flight] = set()
 
@@ -86,6 +87,7 @@ class Probe(ReferenceBackend):
         if handle not in self._landed:  # like a work handle: waiting again writes nothing
             self._landed.add(handle)
             super().wait(handle)
+        self._count("landed")
 
     def _count(self, kind: str) -> None:
         index = self.calls[kind]
@@ -99,6 +101,7 @@ class Probe(ReferenceBackend):
         group = 1
         for axis in axes:
             group *= mesh.shape[mesh.names.index(axis)]
+        self._count("issued")
         self.issued.append((op, nbytes // self.mesh.size, group))
         self.in_flight.add(flight)
         return output, flight

@@ -1,4 +1,6 @@
-"""A failed step never happened: a fault at every launch and at every wait of generated programs, and what is left."""
+"""A failed step never happened: a fault before and after every launch and every wait of generated programs, and what is
+left.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def full_step(state: HSDPState, case: Case) -> tuple[dict[str, Any], dict[str, A
 
 
 def faults(case: Case, program: list[Call]) -> Iterator[tuple[str, int]]:
-    """Every launch and every wait of the program."""
+    """Before and after every launch and every wait of the program."""
     clean = start(case)
     for call in program:
         clean.do(call)
@@ -211,9 +213,10 @@ KNOWN = Case(h.plan_layout(SPECS, MeshSpec.hsdp(2, 2), ["a", "b"]), 1)
 def test_the_faults_of_a_program_are_all_its_launches_and_waits() -> None:
     program = [("unshard", "all", False), ("reduce", "all", Sync.FULL, True), ("grads",)]
     found = list(faults(KNOWN, program))
-    assert found == [("launch", k) for k in range(9)] + [("wait", k) for k in range(9)]
+    assert found == [(kind, k) for kind in ("launch", "issued", "wait", "landed") for k in range(9)]
     left = [len(until_the_fault(KNOWN, program, fault)[1]) for fault in found]
-    assert left == [3, 3, 3, 2, 2, 2, 1, 1, 1, 3, 3, 3, 1, 1, 1, 1, 1, 1]
+    launches, waits = [3, 3, 3, 2, 2, 2, 1, 1, 1], [3, 3, 3, 1, 1, 1, 1, 1, 1]
+    assert left == launches * 2 + waits * 2
 
 
 FINISH = {
