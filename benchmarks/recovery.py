@@ -14,7 +14,7 @@ scenario is run again with `zero_grad` after `reset_iter_state`.
 
 Afterwards failures are injected at every collective and every wait for one, and in forward and backward of every
 module, on rank 0, on rank 1, and on both; and before and after every launch and every wait of steps on the numpy
-reference backend (`reference_faults`).
+reference backend (`reference_faults`). Then it is measured what `recoverable` costs where nothing fails.
 
 The last line counts the checks of this library (torch's don't count); exit code 0 only if all are right.
 """
@@ -44,8 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks import reference_faults
+from benchmarks import attempt_cost, reference_faults
 from benchmarks.failures import CONTENDERS, Contender, count_collectives
+from benchmarks.measure import SIZES
 from benchmarks.scenarios import RANKS, RIGHT, SCENARIOS, inject
 from hsdp_fn_torch.backend import TorchBackend
 
@@ -60,14 +61,15 @@ class Job:
 
     Attributes:
         contender: one of `CONTENDERS`.
-        tasks: names of scenarios, and whether gradients are to be cleared in them; or how far apart to inject failures.
+        tasks: names of scenarios, and whether gradients are to be cleared in them; or how far apart to inject failures;
+            or the name of a size, to measure what an attempt costs.
         timeout: of the process group, in seconds.
         limit: seconds for all of it.
         hybrid: of the contender that failures are injected into.
     """
 
     contender: str
-    tasks: tuple[tuple[str, bool] | int, ...]
+    tasks: tuple[tuple[str, bool] | int | str, ...]
     timeout: float = TIMEOUT_S
     limit: float = LIMIT_S
     hybrid: bool = False
@@ -96,8 +98,10 @@ def _work(rank: int, job: Job, folder: str, pipes: Sequence[tuple[Connection, Co
     os._exit(0)
 
 
-def _answer(kind: type[Contender], task: tuple[str, bool] | int, hybrid: bool) -> Any:
+def _answer(kind: type[Contender], task: tuple[str, bool] | int | str, hybrid: bool) -> Any:
     try:
+        if isinstance(task, str):
+            return attempt_cost.costs(SIZES[task], SIZES[task].steps)
         if isinstance(task, int):
             return inject(kind(hybrid=hybrid), task)
         scenario = SCENARIOS[task[0]]
@@ -204,6 +208,12 @@ def main(argv: list[str] | None = None) -> int:
     problems += [p for _, _, wrong in found.values() for p in wrong]
     tallies = "   ".join(f"{mesh} {good}/{all_}" for mesh, (good, all_, _) in found.items())
     print(f"{'reference backend, 4 ranks':37}{tallies}")
+    if not args.quick:
+        print("\nCPU time of an attempt around a step, nothing fails")
+        for size, (measured, _) in zip(attempt_cost.SIZES, run(Job("facade", attempt_cost.SIZES)), strict=True):
+            layers = f"{SIZES[size].config.layers} layers of width {SIZES[size].config.dim}"
+            costs = measured.items() if isinstance(measured, dict) else [("both", measured)]
+            print(f"{layers:37}" + "   ".join(f"{api} {cost}" for api, cost in costs), flush=True)
     for problem in problems:
         print(f"NOT RIGHT: {problem}")
     print(f"\n{time.monotonic() - started:.0f} s\nrecovery: {right}/{count}")

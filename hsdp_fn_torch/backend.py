@@ -36,6 +36,7 @@ from hsdp_fn.dtypes import ITEMSIZE, dtype_name
 from hsdp_fn.layout import Flat, Member
 
 from . import flat as flats
+from . import npu
 from .mesh import mesh_spec, process_group, remember
 from .pool import BufferPool
 
@@ -44,9 +45,8 @@ if TYPE_CHECKING:
 
 _TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 _NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_DTYPE.items()}
-#: Reduction dtypes that a communication backend refuses, found out here instead of deep in a step.
-_NO_REDUCE: dict[str, tuple[str, ...]] = {"hccl": ("float64",)}
-
+#: What a communication backend reduces, where that isn't everything: refused here instead of deep in a step.
+_REDUCED: dict[str, frozenset[str]] = {"hccl": npu.REDUCED}
 
 # The names that this torch doesn't warn about.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -161,9 +161,12 @@ class TorchBackend:
                         f"parameters {names} are sharded over ranks {group} in this order; process groups sort their "
                         f"ranks, so they must rise along the shard axes of a mesh"
                     )
-                if b.reduce_dtype in _NO_REDUCE.get(self._kind, ()) and b.grads is not None:
+                if b.grads is not None and b.reduce_dtype not in _REDUCED.get(self._kind, (b.reduce_dtype,)):
                     names = [m.spec.name for m in b.grads.members]
-                    raise BackendError(f"{self._kind} can't reduce {b.reduce_dtype} gradients, asked for by {names}")
+                    raise BackendError(
+                        f"{self._kind} can't reduce {b.reduce_dtype} gradients, asked for by {names}; give a "
+                        f"reduce_dtype that it can (float32)"
+                    )
 
     def exchange(self, message: str) -> dict[int, str]:
         """See `Backend.exchange`."""
@@ -393,4 +396,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     """The device that this process computes on."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
+    if mesh.device_type == "npu":
+        npu.require(f"the mesh {mesh}")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
