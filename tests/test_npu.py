@@ -110,6 +110,6 @@ def test_ranges_go_to_the_profiler_that_was_asked_for(monkeypatch):
 
 def test_ranges_need_an_npu(monkeypatch):
     pretend(monkeypatch, installed=False)
-    with pytest.raises(BackendError, match="^mark_ranges needs an NPU"):
+    with pytest.raises(BackendError, match=r"^mark_ranges needs an NPU"):
         npu.mark_ranges()
     assert trace.ranges is None
