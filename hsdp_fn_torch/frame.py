@@ -333,8 +333,10 @@ class Frame(Units):
             if not keep:
                 self.reshard(index)
                 use.ran = False
-            elif self._binding is not None:
-                self._binding.uninstall(index)
+            else:
+                use.disown_full()
+                if self._binding is not None:
+                    self._binding.uninstall(index)
             use.over, use.held, use.reduced = True, False, False
             use.tickets = [ref for ref in use.tickets if ref() is not None]
         self._guests.clear()

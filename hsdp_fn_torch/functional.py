@@ -79,13 +79,17 @@ def functional_call(model: nn.Module, params: Params, args: Any = (), kwargs: Ma
 def value_and_grad(
     fn: Callable[..., Any], *, has_aux: bool = False
 ) -> Callable[..., tuple[tuple[Tensor, Any], HSDPState]]:
-    """Make ``step(state, *batch, sync=Sync.FULL, **kwargs) -> ((loss, aux), state')``.
+    """Make ``step(state, *batch, sync=Sync.FULL, reshard_after_backward=True, **kwargs) -> ((loss, aux), state')``.
 
     The step runs ``loss = fn(params, *batch, **kwargs)`` forward and backward. Communicates, with ``U`` units that are
     resharded after forward and a root that isn't: ``2U + 1`` all-gathers over the shard group and, with ``SHARD`` or
     ``FULL``, ``U + 1`` reduce-scatters; with ``FULL`` on a mesh that replicates also ``U + 1`` all-reduces over the
     replicate group. `expected_comm` lists them. Gradients are in the state afterwards: take them with `grads`, which
     waits for the last reductions.
+
+    With ``reshard_after_backward=False`` units stay gathered in the state, where the next microbatch finds them: with
+    `unshard` before the first one, each unit is gathered once a step. Without effect on numbers. Before an update they
+    have to be resharded: by the last microbatch, or `shard`.
 
     A step that raises never happened: the state passed in stays usable, byte for byte. (When one rank raises alone, its
     peers wait for it in the next collective.)
@@ -99,14 +103,16 @@ def value_and_grad(
     """
 
     def step(
-        state: HSDPState, *batch: Any, sync: Sync = Sync.FULL, **kwargs: Any
+        state: HSDPState, *batch: Any, sync: Sync = Sync.FULL, reshard_after_backward: bool = True, **kwargs: Any
     ) -> tuple[tuple[Tensor, Any], HSDPState]:
         state.token.require("value_and_grad")
         if not isinstance(sync, Sync):
             raise TypeError(f"sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
+        if not isinstance(reshard_after_backward, bool):
+            raise TypeError(f"reshard_after_backward must be a bool, found {reshard_after_backward!r}")
         if state.token.journal is not None:
             state.token.journal.plan(expected_comm(state.layout, sync=sync, phases=phases_of(state)))
-        frame = Frame(state, handling_of(state, sync))
+        frame = Frame(state, handling_of(state, sync, reshard_after_backward=reshard_after_backward))
         try:
             with torch.enable_grad():
                 out = fn(Params(frame), *batch, **kwargs)

@@ -345,22 +345,25 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def at_rest(module: nn.Module) -> Iterator[None]:
+def at_rest(module: nn.Module, *, loading: bool = False) -> Iterator[None]:
     """Inside, the sharded parameters stand in the modules; a backward that failed is undone.
 
     Raises:
-        RuntimeError: they don't, because the model is inside a forward or backward.
+        RuntimeError: they don't; or ``loading``, and the model is inside a forward or backward, which goes on with the
+            old values.
     """
     trees = {id(t): t for m in module.modules() if (t := m.__dict__.get("_hsdp_tree")) is not None}
     with ExitStack() as stack:
         for tree in trees.values():
+            if loading and tree.running:
+                raise RuntimeError("a state dict can't be loaded inside a forward or backward; load it afterwards")
             stack.enter_context(tree.own_parameters())
         for group in groups_of(module):
             for table, local, *_ in group.slots:
                 if not isinstance(table.get(local), DTensor | None):
                     raise RuntimeError(
-                        f"parameter {local!r} isn't a DTensor now: state dicts can't be taken or loaded inside a "
-                        f"forward or backward, nor after a sharded parameter was replaced by a plain one"
+                        f"parameter {local!r} isn't a DTensor now: state dicts can't be taken or loaded after a "
+                        f"sharded parameter was replaced by a plain one"
                     )
         yield
 

@@ -82,7 +82,7 @@ def set_model_state_dict(
     options = options or StateDictOptions()
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True")
-    with at_rest(model):
+    with at_rest(model, loading=True):
         load = Load(model, assign=False, full=options.full_state_dict, strict=options.strict, agree=_agreement(model))
         if options.broadcast_from_rank0:
             state_dict = _from_rank0(load, state_dict)
@@ -139,11 +139,11 @@ def load_into(
 
     Raises:
         RuntimeError: keys are missing or unexpected and ``strict``; or a target that isn't sharded gets the wrong
-            shape; in torch's words, all of them in one error. Or it is called inside a forward.
+            shape; in torch's words, all of them in one error. Or it is called inside a forward or backward.
         LayoutError (a ValueError): naming each parameter, the shape, mesh or placement found, and what is expected.
         Tensors are unchanged then; so they are if a hook or an override of the module raises.
     """
-    with at_rest(module):
+    with at_rest(module, loading=True):
         return cast(_IncompatibleKeys, Load(module, assign=assign, strict=strict).run(state_dict))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,10 +41,10 @@ class Handling:
     standings: Sequence[Standing] | None = None
 
 
-def handling_of(state: HSDPState, sync: Sync) -> list[Handling]:
+def handling_of(state: HSDPState, sync: Sync, *, reshard_after_backward: bool = True) -> list[Handling]:
     """As the layout says; units that come gathered stay so through forward."""
     return [
-        Handling(sync, False if isinstance(unit.full, tuple) else plan.reshard_after_forward)
+        Handling(sync, False if isinstance(unit.full, tuple) else plan.reshard_after_forward, reshard_after_backward)
         for plan, unit in zip(state.layout.units, state.units, strict=True)
     ]
 
@@ -108,9 +108,17 @@ class Use:
         """Add what the leaves have received to ``partial``, and forget them."""
         if self.leaves is not None:
             grads = [t.grad for t in self.leaves]
+            for tensor in self.leaves:
+                tensor.grad = None  # the tensor may stay gathered; the gradient is counted once
             self.leaves = None
             if any(g is not None for g in grads):
                 self.add_partial(plan, way, grads)
+
+    def disown_full(self) -> None:
+        """Full parameters that stay gathered don't stay leaves, which `make_leaves` has made of them."""
+        full = self.state.full
+        if isinstance(full, tuple) and any(t.requires_grad for t in full):
+            self.state = replace(self.state, full=tuple([t.detach() for t in full]))
 
     def add_partial(self, plan: UnitLayout, way: Handling, grads: Sequence[Tensor | None]) -> None:
         """Add gradients of the full parameters. Communicates where tensor parallelism has left sums to be made."""

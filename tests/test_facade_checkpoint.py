@@ -710,3 +710,31 @@ def test_the_first_optimizer_state_leaves_the_weights_alone(rank, world):
     get_optimizer_state_dict(model, adamw(list(model.parameters()), weight_decay=0.1))
     assert memory(model) == before
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("load", [load_into, nn.Module.load_state_dict, set_model_state_dict])
+@on_ranks(2)
+def test_loading_inside_a_forward_or_backward_is_refused(rank, world, load, where):
+    """Taking a state dict there is fine: the sharded parameters are put in place for it."""
+    model, twin = sharded(world, 1), sharded(world, 1)
+    values = {name: 2 * full(value) for name, value in model.state_dict().items()}
+    met = []
+
+    def meddle(*_):
+        met.append({name: full(value) for name, value in get_model_state_dict(model).items()})
+        with pytest.raises(RuntimeError, match="can't be loaded inside a forward or backward"):
+            model.load_state_dict(values) if load is nn.Module.load_state_dict else load(model, values)
+
+    layer = model.layers[0].up
+    if where == "forward":
+        layer.register_forward_hook(meddle)
+    else:
+        layer.register_full_backward_hook(meddle)
+    for m in (model, twin):
+        mean_square(m, data(rank, 0)).backward()
+    assert len(met) == 1
+    equal([2 * v for v in met[0].values()], list(values.values()))
+    equal([full(p.grad) for p in model.parameters()], [full(p.grad) for p in twin.parameters()])
+    model.load_state_dict(values)
+    equal([full(v) for v in model.state_dict().values()], list(values.values()))

@@ -12,19 +12,35 @@ from torch import Tensor, nn
 import hsdp_fn_torch as ht
 from hsdp_fn import (
     Keep,
+    PhaseError,
     PolicyError,
     RankMismatchError,
     ReductionPolicy,
     Sync,
+    apply_updates,
+    clone,
     expected_comm,
     grads,
     masters,
     microbatches,
+    shard,
+    unshard,
 )
 from hsdp_fn_torch import fully_shard
 from tests.workers_facade import OURS, Boom, chain, data, mean_square, shard_blocks, tripwire
 from tests.workers_recovery import local, require_equal, set_sync
-from tests.workers_torch import LAYERS, assert_untouched, close, equal, fsdp_mesh, mesh_for, on_ranks, snapshot
+from tests.workers_torch import (
+    LAYERS,
+    Block,
+    Checkpointed,
+    assert_untouched,
+    close,
+    equal,
+    fsdp_mesh,
+    mesh_for,
+    on_ranks,
+    snapshot,
+)
 
 UNITS = LAYERS[:2]
 
@@ -71,6 +87,44 @@ def test_a_step_of_three_microbatches_is_the_sum(rank, world, hold):
         (_, _), state = step(state, data(rank, i), sync=sync)
     state, rows = grads(state)
     close(rows, total)
+
+
+@pytest.mark.parametrize("block", [Block, Checkpointed])
+@pytest.mark.parametrize("gathered", [True, False])
+@on_ranks(2, 4)
+def test_units_may_stay_gathered_between_the_microbatches_of_a_step(rank, world, gathered, block):
+    model = chain(depth=2, block=block)
+    state = ht.shard_module(model, mesh_for(world), UNITS)
+    step = ht.value_and_grad(lambda p, x: ht.functional_call(model, p, x).square().mean())
+    twin = clone(state)
+    if gathered:
+        state = unshard(state)
+    for i, sync in enumerate(microbatches(3)):
+        before = len(state.ledger)
+        (_, _), state = step(state, data(rank, i), sync=sync, reshard_after_backward=sync is Sync.FULL)
+        (_, _), twin = step(twin, data(rank, i), sync=sync)
+        gathers = [c.op for c in state.ledger[before:]].count("all_gather")
+        assert gathers == (0 if gathered or i else 2 * len(UNITS) + 1)
+        full = [t for unit in state.units for t in unit.full or ()]
+        assert bool(full) == (sync is not Sync.FULL)
+        assert not any(t.requires_grad or t.grad is not None for t in full)
+    state, rows = grads(state)
+    require_equal(list(rows.values()), list(grads(twin)[1].values()), "kept gathered")
+
+
+@on_ranks(2)
+def test_what_stays_gathered_doesnt_outlive_an_update(rank, world):
+    model = chain(depth=2)
+    state = ht.shard_module(model, mesh_for(world), UNITS)
+    step = ht.value_and_grad(lambda p, x: ht.functional_call(model, p, x).square().mean())
+    with pytest.raises(TypeError, match="reshard_after_backward must be a bool, found 0"):
+        step(state, data(rank, 0), reshard_after_backward=0)
+    (_, _), state = step(state, data(rank, 0), reshard_after_backward=False)
+    state, _ = grads(state)
+    with pytest.raises(PhaseError, match="full parameters of the old values would outlive the update"):
+        apply_updates(state, masters(state))
+    state = shard(state)
+    apply_updates(state, masters(state))
 
 
 # ------------------------------------------------------------------------------------------------- what a reset keeps

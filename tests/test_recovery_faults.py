@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 
 import hsdp_fn_torch as ht
 from hsdp_fn import Keep, MixedPrecisionPolicy, PeerFailed, PrefetchPolicy, Sync, expected_comm
@@ -21,7 +20,7 @@ from hsdp_fn_torch import FSDPMeshInfo, ShardPlacementResult, fully_shard, recov
 from tests.workers_facade import OURS, Boom, chain, data, mean_square, shard_blocks
 from tests.workers_meshes import mesh_of
 from tests.workers_recovery import COLLECTIVES, Facade, Functional, Places, names_of, set_sync, sweep
-from tests.workers_torch import LAYERS, Block, equal, fsdp_mesh, mesh_for, on_ranks
+from tests.workers_torch import LAYERS, Checkpointed, Reentrant, equal, fsdp_mesh, mesh_for, on_ranks
 
 UNITS = LAYERS[:2]
 MODULES = 9  # of a chain of two blocks that aren't lists: itself, first, last, and three of each block
@@ -134,19 +133,6 @@ def test_mixed_precision(rank, world, way):
     make = facade if way == "facade" else functional
     injected = sweep(rank, world, make(world, rank=rank, mp_policy=policy))
     assert injected.total() >= 55
-
-
-class Checkpointed(Block):
-    """A block that recomputes its activations."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
 
 
 @pytest.mark.parametrize("block", [Checkpointed, Reentrant])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import hsdp_fn_torch as ht
 from hsdp_fn import Collective, HSDPState, ParamSpec, Replicate, Shard, apply_updates, grads, masters
@@ -83,6 +84,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
+
+
+class Checkpointed(Block):
+    """A block that recomputes its activations."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
 
 
 def integers_(model: nn.Module, seed: int = 0) -> nn.Module:
