@@ -14,6 +14,7 @@ order: `settle` ends a backward, `commit` rests, and `resume` goes on from the s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -65,6 +66,7 @@ class Frame(Units):
     ) -> None:
         super().__init__(state, handling, backends, tables, followers, on_wake)
         self.in_backward, self.backwards = False, 0  # how many have ended
+        self.end: weakref.ref[Any] | None = None  # what is called at the end of the backward, alive as long as that
         self.reached: int | None = None  # the unit that backward came to last
         self.anchor = torch.zeros((), requires_grad=True)
         self._on_backward, self._forward_only = on_backward, forward_only
@@ -211,9 +213,24 @@ class Frame(Units):
         whether the frame rests, and nothing that other ranks must agree on."""
         return any(use.waits for use in self.uses)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a backward has begun, and has raised before its end."""
+        over = self.end is None or self.end() is None or torch._C._current_graph_task_id() < 0
+        return self.in_backward and self._on_backward is not None and over
+
     def begin_backward(self) -> None:
-        """Plan the order in which backward will need the units. The first sign of backward calls it, if nobody has."""
+        """Plan the order in which backward will need the units. The first sign of backward calls it, if nobody has.
+
+        Raises:
+            PhaseError: an earlier one has stopped in the middle.
+        """
         if self.in_backward:
+            if self.stopped:
+                raise PhaseError(
+                    "another backward of this iteration stopped in the middle, so it can't be differentiated any more; "
+                    "run forward again"
+                )
             return
         self.in_backward = True
         if self._on_backward is not None:
@@ -233,12 +250,11 @@ class Frame(Units):
         """Gradients reached the unit's output of a pass: its parameters are needed now, the next unit's soon."""
         self._require_running()
         self._release(index)
-        if not self.in_backward:
-            if self._on_backward is None:  # a backward inside forward (a gradient penalty): gather, and no more
-                self._gathered(index)
-                self._guests.append(index)
-                return
-            self.begin_backward()
+        if not self.in_backward and self._on_backward is None:
+            self._gathered(index)  # a backward inside forward (a gradient penalty): gather, and no more
+            self._guests.append(index)
+            return
+        self.begin_backward()
         self.order.reach(number)
         self.reached = index
         use, plan = self.uses[index], self.layout.units[index]

@@ -109,7 +109,8 @@ class HSDPModule(_Base):
 
     def finish_accumulation(self) -> None:
         """Reduce what microbatches have held back (without gradient sync, or without all-reduce) and add it to
-        ``.grad``, where no backward with sync follows that would do it. Without effect where nothing is held.
+        ``.grad``, where no backward with sync follows that would do it. Without effect where nothing is held, except
+        that with `set_reduce_scatter_unused_params` all units take part, and parameters without gradient get zeros.
 
         Communicates: what such a backward would, for the units that hold something. Of the root.
 
@@ -123,8 +124,9 @@ class HSDPModule(_Base):
             tree.finish_accumulation()
 
     def set_strict_iterations(self, strict: bool = True) -> None:
-        """Whether a backward that stopped in the middle has to be answered by `reset_iter_state`: the next forward or
-        state dict raises RuntimeError until then. By default it is undone with a warning. Of the root."""
+        """Whether a backward that stopped in the middle has to be answered by `reset_iter_state`: the next forward,
+        state dict or look at the parameters raises RuntimeError until then. By default it is undone with a warning. Of
+        the root."""
         require_bool("strict", strict)
         self._tree_or_settings().strict = strict
 

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-import torch
-
 from hsdp_fn import HSDPState, Keep, UnitState
 from hsdp_fn import unit as on_unit
 from hsdp_fn.schedule import Journal
@@ -55,7 +53,7 @@ class Rollback(ABC):
     def running(self) -> bool:
         """Whether a forward or backward is going on at this moment."""
         if self.frame is not None and self.frame.in_backward:
-            return bool(torch._C._current_graph_task_id() >= 0)
+            return not self.frame.stopped
         return self._calls > 0
 
     def drop(self) -> None:
@@ -85,7 +83,7 @@ class Rollback(ABC):
     def stopped(self) -> str | None:
         """Where a backward has stopped without an end; None if none has."""
         frame = self.frame
-        if frame is None or not frame.in_backward or torch._C._current_graph_task_id() >= 0:
+        if frame is None or not frame.stopped:
             return None
         return "before any unit" if frame.reached is None else f"in unit {frame.layout.units[frame.reached].title!r}"
 

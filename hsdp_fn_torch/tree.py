@@ -7,7 +7,9 @@ leaves the committed state as it was.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from .binding import Tables, edited_text
 from .casting import casting
 from .frame import Frame
 from .gather import plainly
-from .group import Group, deliver, hooked, same_memory
+from .group import Gradients, Group, deliver, hooked, same_memory
 from .guards import agree
 from .planning import plan_groups
 from .rollback import Rollback
@@ -340,7 +342,9 @@ class Tree(Rollback):
             raise PhaseError("parameters were replaced since the forward of this graph; run forward again")
         frame.outdate(changed)
         frame.follow([g.settings.reduction for g in self.groups])
-        Variable._execution_engine.queue_callback(self._backward_ends)
+        ends = partial(self._backward_ends)
+        frame.end = weakref.ref(ends)  # the engine holds it as long as the backward goes on
+        Variable._execution_engine.queue_callback(ends)
 
     def finish_accumulation(self) -> None:
         """Reduce what microbatches have held back, as a last backward would.
@@ -366,18 +370,28 @@ class Tree(Rollback):
                     way.sync = sync
 
     def _backward_ends(self, micro: int = 1) -> None:
-        """Commit, and give the gradients to the parameters. The frame goes on if graphs are left."""
+        """Commit, and give the gradients to the parameters. The frame goes on if graphs are left. If anything raises
+        before the commit, the backward has stopped, like one that has raised elsewhere.
+        """
         frame = self.frame
         assert frame is not None
-        frame.settle(last=self.last_backward)
-        state = frame.snapshot(micro=micro)
-        ledger = Log(self._journal)
-        ledger.extend(state.ledger)
-        units = []
-        for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
-            group.to_run.clear()
-            units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(), ledger))
-        self._settle_copies()  # gradients that were on their way to the host are there
+        try:
+            frame.settle(last=self.last_backward)
+            state = frame.snapshot(micro=micro)
+            ledger = Log(self._journal)
+            ledger.extend(state.ledger)
+            units = []
+            for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
+                group.to_run.clear()
+                units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(), ledger))
+            self._settle_copies()  # gradients that were on their way to the host are there
+            plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
+            gradients: Gradients = [p for group, plan, unit in plans for p in group.gradients(unit, plan)]
+            if self._attempt is None:
+                gradients = hooked(gradients)
+        except BaseException:
+            frame.in_backward, frame.end = True, None
+            raise
         done = [UnitState(u.name, u.master, u.full, u.acc_full, u.acc_partial, None, None) for u in units]
         state = HSDPState(tuple(done), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token())
         frame.resume(state)
@@ -385,10 +399,8 @@ class Tree(Rollback):
             self.committed = state
         else:
             self._rest(frame.rest())
-        plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
-        gradients = [pair for group, plan, unit in plans for pair in group.gradients(unit, plan)]
         if self._attempt is None:
-            deliver(hooked(gradients))
+            deliver(gradients)
         else:
             self._attempt[2].append(gradients)
 
