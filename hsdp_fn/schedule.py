@@ -22,10 +22,10 @@ def expected_comm(
 ) -> tuple[Collective, ...]:
     """The collectives of one microbatch in the order in which they are issued.
 
-    Holds when the units run once each, in the layout's order, inside the root, and every trainable parameter gets a
-    gradient. For ``U`` units and a root, of one bucket each: with resharding ``2U + 1`` gathers and ``U + 1``
-    reduce-scatters, else ``U + 1`` of each. A unit that is resharded to smaller groups is gathered over these in
-    backward.
+    Holds when the units run once each, in the layout's order, inside those whose names theirs begin with (the root's is
+    empty), and every trainable parameter gets a gradient. For ``U`` units and a root, of one bucket each: with
+    resharding ``2U + 1`` gathers and ``U + 1`` reduce-scatters, else ``U + 1`` of each. A unit that is resharded to
+    smaller groups is gathered over these in backward.
 
     Args:
         sync: how far gradients are reduced.
@@ -44,9 +44,6 @@ def expected_comm(
             out += _regathers(unit)
     if not backward:
         return tuple(out)
-    chain = [u for u in layout.units if u.name != ROOT][::-1]
-    roots = [u for u in layout.units if u.name == ROOT]
-    order = roots + chain  # the root's output comes last, so its backward begins first and ends last
     gathered: set[str] = set()
 
     def regather(units: Iterable[UnitLayout]) -> None:
@@ -55,13 +52,24 @@ def expected_comm(
                 gathered.add(unit.name)
                 out.extend(_regathers(unit))
 
+    # The output of a unit with others inside comes last, so its backward begins before theirs and ends after them.
+    order: list[UnitLayout] = []
+    ends: list[tuple[int, UnitLayout]] = []  # how many have begun by then
+
+    def visit(unit: UnitLayout) -> None:
+        order.append(unit)
+        for child in reversed(inside[unit.name]):
+            visit(child)
+        ends.append((len(order), unit))
+
+    inside, outermost = _nested(layout.units)
+    for unit in reversed(outermost):
+        visit(unit)
     owed: list[Collective] = []
-    for i, unit in enumerate(order):
-        regather(order[i : i + 1 + layout.prefetch.backward])
-        if unit.name != ROOT:
-            owed = _reduce(unit, sync, owed, out)
-    for unit in roots:
-        owed = _reduce(unit, sync, owed, out)
+    for begun in range(len(order)):
+        regather(order[begun : begun + 1 + layout.prefetch.backward])
+        while ends and ends[0][0] == begun + 1:
+            owed = _reduce(ends.pop(0)[1], sync, owed, out)
     return tuple(out + owed)
 
 
@@ -124,6 +132,22 @@ def totals(collectives: Iterable[Collective]) -> dict[str, CommTotal]:
         nbytes[c.op] += c.nbytes
         padding[c.op] += c.padding * c.nbytes // c.numel if c.numel else 0
     return {op: CommTotal(count[op], nbytes[op], padding[op]) for op in count}
+
+
+def _nested(units: Sequence[UnitLayout]) -> tuple[dict[str, list[UnitLayout]], list[UnitLayout]]:
+    """By name of a unit those directly inside its module; and the outermost units. In the order of ``units``."""
+    inside: dict[str, list[UnitLayout]] = {unit.name: [] for unit in units}
+    outermost: list[UnitLayout] = []
+    for unit in units:
+        name = unit.name
+        while name != ROOT:
+            name = name.rpartition(".")[0]
+            if name in inside:
+                inside[name].append(unit)
+                break
+        else:
+            outermost.append(unit)
+    return inside, outermost
 
 
 def _gathers(unit: UnitLayout) -> list[Collective]:

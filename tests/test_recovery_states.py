@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import hsdp_fn_torch as ht
-from hsdp_fn import PeerFailed, PhaseError, PolicyError, unshard
-from hsdp_fn_torch import recoverable
+from hsdp_fn import PeerFailed, PhaseError, PolicyError, PrefetchPolicy, Sync, expected_comm, unshard
+from hsdp_fn_torch import fully_shard, recoverable
 from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks, tripwire
-from tests.workers_recovery import require_equal
-from tests.workers_torch import LAYERS, mesh_for, on_ranks
+from tests.workers_recovery import require_equal, set_sync
+from tests.workers_torch import LAYERS, WIDTH, Block, mesh_for, on_ranks
 
 
 def functional(world):
@@ -213,3 +214,78 @@ def test_an_accumulation_is_finished_without_a_backward(rank, world, setter):
     require_equal(whole_grads(model), before, "nothing is held any more")
     with pytest.raises(RuntimeError, match="root"):
         model.layers[0].finish_accumulation()
+
+
+# ------------------------------------------------------------------------------------------------ units inside units
+
+
+class Outer(nn.Module):
+    """Two blocks between layers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.one, self.two, self.b = Block(), Block(), Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.b(self.two(self.one(self.a(x))))
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Outer() for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+NESTED = [f"layers.{i}{part}" for i in range(2) for part in ("", ".one", ".two")]
+
+
+def nested(world=None, **policies):
+    torch.manual_seed(0)
+    model = Nested()
+    for name in reversed(NESTED if world else []):
+        fully_shard(model.get_submodule(name), mesh=mesh_for(world), **policies)
+    return fully_shard(model, mesh=mesh_for(world), **policies) if world else model
+
+
+@pytest.mark.parametrize("policies", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("sync", [Sync.NONE, Sync.FULL])
+@on_ranks(2)
+def test_the_journal_of_units_inside_of_units(rank, world, sync, policies):
+    for ahead in (0, 1, 2):
+        model = nested()
+        state = ht.shard_module(model, mesh_for(world), NESTED, prefetch=PrefetchPolicy(ahead, ahead), **policies)
+        step = ht.value_and_grad(lambda p, x, model=model: ht.functional_call(model, p, x).square().mean())
+        with recoverable(state) as attempt:
+            (_, _), attempt.state = step(attempt.state, data(rank, 0), sync=sync)
+        assert attempt.journal == list(expected_comm(attempt.state.layout, sync=sync))
+    model = nested(world, **policies)
+    set_sync(model, sync)
+    for _ in range(2):  # the second one knows in which order units run
+        with recoverable(model) as attempt:
+            mean_square(model, data(rank, 0)).backward()
+        assert attempt.journal == list(expected_comm(model.hsdp_state.layout, sync=sync))
+
+
+@pytest.mark.parametrize("where", ["before", "after forward"])
+@on_ranks(2)
+def test_a_first_attempt_with_units_inside_of_units_that_fails_on_one_rank(rank, world, where):
+    model, twin = nested(world), nested(world)
+
+    def body(attempt):
+        if rank == 0 and where == "before":
+            raise Boom(where)
+        loss = mean_square(model, data(rank, 0))
+        if rank == 0:
+            raise Boom(where)
+        loss.backward()
+
+    assert outcome(model, body) == ("own" if rank == 0 else "peer")
+    for m in (model, twin):
+        mean_square(m, data(rank, 0)).backward()
+    require_equal(whole_grads(model), whole_grads(twin), where)

@@ -22,8 +22,8 @@ def microbatch(state: HSDPState, case: Case, sync: Sync) -> HSDPState:
     for unit in layout.units:
         state = h.shard(state, unit.name, after_forward=True) if unit.reshard_after_forward else state
     grads = case.grads(0)
-    root = [u for u in layout.units if u.name == ROOT]
-    order = root + [u for u in reversed(layout.units) if u.name != ROOT]
+    events = backward_events([u.name for u in layout.units])
+    order = [name for what, name in events if what == "begin"]
     done: set[str] = set()
 
     def reduce(state: HSDPState, name: str) -> HSDPState:
@@ -32,15 +32,29 @@ def microbatch(state: HSDPState, case: Case, sync: Sync) -> HSDPState:
             return h.reduce_grads(state, given_, sync=sync, units=name)
         return h.reduce_grads(h.wait(state, done), given_, sync=sync, units=name, async_op=True)
 
-    for i, unit in enumerate(order):
-        for ahead in order[i : i + 1 + layout.prefetch.backward]:
-            state = h.unshard(state, ahead.name)
-        if unit.name != ROOT:
-            state = h.shard(reduce(state, unit.name), unit.name)
-            done.add(unit.name)
-    for unit in root:
-        state = h.shard(reduce(state, unit.name), unit.name)
+    for what, name in events:
+        if what == "begin":
+            at = order.index(name)
+            for ahead in order[at : at + 1 + layout.prefetch.backward]:
+                state = h.unshard(state, ahead)
+        else:
+            state = h.shard(reduce(state, name), name)
+            done.add(name)
     return h.wait(state)
+
+
+def backward_events(names: list[str]) -> list[tuple[str, str]]:
+    """When the backward of each unit begins and ends: the last one first, and around those inside."""
+
+    def encloses(outer: str, inner: str) -> bool:
+        return outer != inner and (outer == ROOT or inner.startswith(f"{outer}."))
+
+    outermost = [n for n in names if not any(encloses(other, n) for other in names)]
+    out: list[tuple[str, str]] = []
+    for name in reversed(outermost):
+        inside = [n for n in names if encloses(name, n)]
+        out += [("begin", name), *(backward_events(inside) if inside else []), ("end", name)]
+    return out
 
 
 @given(cases(), st.sampled_from(Sync))
