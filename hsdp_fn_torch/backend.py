@@ -94,7 +94,7 @@ class TorchBackend:
         self.pool = BufferPool(self.device)  # large buffers, reused while a frame runs
         self._limit: list[timedelta | None] = [None]  # how long to wait for a collective; shared with units' backends
         self._copies: list[torch.Event] = []  # between host and device, not known to have ended
-        self._kind = dist.get_backend(own[0])
+        self._kind = _kind_of(own[0], self.device)
         self.name = f"torch {self._kind} on {self.device}"
 
     def group(self, mesh: MeshSpec, axes: tuple[str, ...]) -> dist.ProcessGroup:
@@ -390,6 +390,12 @@ def torch_backend(state: HSDPState) -> TorchBackend:
     if not isinstance(state.backend, TorchBackend):
         raise BackendError(f"a state of the {state.backend.name} backend can't run torch tensors")
     return state.backend
+
+
+def _kind_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What a group communicates with on this device. It may have a backend for each: ``cpu:gloo,npu:hccl``."""
+    kinds = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
+    return str(kinds.get(device.type, dist.get_backend(group)))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

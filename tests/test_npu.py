@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp_fn_torch as ht
 from hsdp_fn import BackendError, MixedPrecisionPolicy
@@ -82,6 +84,15 @@ def test_what_hccl_cant_reduce_is_refused_before_anything(rank, world, dtype, re
     with pytest.raises(BackendError, match=r"hccl can't reduce float64 gradients, asked for by \['.*weight'.*float32"):
         backend.check(layout)
     backend.check(ht.plan_module(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)))
+
+
+@on_ranks(2)
+def test_a_group_with_a_backend_for_each_device_is_known_by_its_devices(rank, world):
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    assert dist.get_backend(group) != "gloo"
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    assert TorchBackend(mesh).name == "torch gloo on cpu"
+    dist.destroy_process_group(group)
 
 
 def test_ranges_go_to_the_profiler_that_was_asked_for(monkeypatch):
