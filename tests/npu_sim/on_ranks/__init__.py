@@ -1,0 +1,1 @@
+"""Scripts that the tests run on simulated ranks: checks (see `tests.npu_sim.checks`) and what is traced."""
