@@ -113,6 +113,7 @@ def unshard(state: HSDPState, units: Units = None, *, async_op: bool = False) ->
         try:
             for i in selected:
                 done[i] = on_unit.finish_gather(done[i], state.layout.units[i], state.backend)
+            state.backend.settle()
         except BaseException:
             for u in started.units:
                 on_unit.drop_flight(u, state.backend)

@@ -74,17 +74,20 @@ def expected_comm(
 
 
 class Journal(list[Collective]):
-    """What an attempt has issued so far, in order. ``planned``: what it is to issue, as far as its calls have said."""
+    """What an attempt has issued so far, in order. ``planned``: what it is to issue, as far as its ``calls`` (how many)
+    have said."""
 
-    __slots__ = ("planned",)
+    __slots__ = ("calls", "planned")
 
     def __init__(self) -> None:
         super().__init__()
         self.planned: tuple[Collective, ...] = ()
+        self.calls = 0
 
     def plan(self, collectives: Iterable[Collective]) -> None:
         """A call begins that is to issue these."""
         self.planned += tuple(collectives)
+        self.calls += 1
 
 
 class Log(list[Collective]):

@@ -146,6 +146,7 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
             with torch.no_grad():
                 out = fn(Params(frame), *batch, **kwargs)
             new = frame.rest_forward()
+            frame.backend.settle()  # masters that are being copied to the device may be written in place
         except BaseException as error:
             frame.abort()
             _explain(error)

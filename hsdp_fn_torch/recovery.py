@@ -178,15 +178,15 @@ class Attempt(ABC):
         if schedule is None:
             known, planned = self._known(), self.journal.planned
             fitting = {issued for plan, (issued, _) in known.items() if plan[: len(planned)] == planned}
-            if planned and planned in known:  # rather than one that had more calls to come
+            if self.journal.calls and planned in known:  # rather than one that had more calls to come
                 fitting = {known[planned][0]}
             if len(fitting) > 1:
                 return "attempts like this one have issued different collectives"
-            if not fitting and self._began_as not in (None, self._kind()):
+            if not fitting and self._began_as is not None and self._began_as[0] != self._kind()[0]:
                 return "settings were changed inside the attempt"
-            schedule = fitting.pop() if fitting else planned
-            if not schedule:
+            if not fitting and not self.journal.calls:
                 return "no attempt like this one has succeeded before, so it isn't known what they will issue"
+            schedule = fitting.pop() if fitting else planned
         owed = still_owed(schedule, self.journal)
         if owed is None:
             return f"the {len(self.journal)} collectives that it has issued aren't the beginning of a known schedule"
@@ -210,8 +210,9 @@ class Attempt(ABC):
         """Whose ranks vote."""
 
     @abstractmethod
-    def _kind(self) -> Any:
-        """What is known when an attempt begins; with what is planned in it, it says what it will issue."""
+    def _kind(self) -> tuple[Any, Any]:
+        """What is known when an attempt begins: settings, and where parameters are. With what is planned in it, it says
+        what it will issue."""
 
     @abstractmethod
     def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
@@ -246,7 +247,7 @@ class _StateAttempt(Attempt):
     def _backend(self) -> TorchBackend:
         return torch_backend(self._before)
 
-    def _kind(self) -> Any:
+    def _kind(self) -> tuple[Any, Any]:
         return self._before.layout.digest, tuple(phases_of(self._before).values())
 
     def _units(self) -> tuple[Layout, Sequence[UnitState], Sequence[TorchBackend]]:
@@ -294,10 +295,10 @@ class _ModuleAttempt(Attempt):
     def _backend(self) -> TorchBackend:
         return self._tree.backend
 
-    def _kind(self) -> Any:
-        state = self._tree.committed
+    def _kind(self) -> tuple[Any, Any]:
         syncs = tuple(g.handling.sync for g in self._tree.groups)
-        return state.layout.digest, tuple(self._phases().values()), syncs, self._module.training
+        settings = self._tree.committed.layout.digest, syncs, self._module.training
+        return settings, tuple(self._phases().values())
 
     def _phases(self) -> dict[str, ParamPhase]:
         return phases_of(self._tree.committed)

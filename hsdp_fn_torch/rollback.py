@@ -8,8 +8,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
-from hsdp_fn import HSDPState, Keep, UnitState
+from hsdp_fn import HSDPState, Keep, ParamPhase, UnitState
 from hsdp_fn import unit as on_unit
 from hsdp_fn.schedule import Journal
 from hsdp_fn.state import Token
@@ -137,7 +138,8 @@ class Rollback(ABC):
         if not commit:
             self.drop()
             self.tables.disconnect()
-            self.committed = before
+            units = tuple([u if u.params_phase is not ParamPhase.GATHERING else without_full(u) for u in before.units])
+            self.committed = replace(before, units=units)  # what was being gathered has been waited for, and dropped
 
     @abstractmethod
     def _begin_frame(self) -> None:
@@ -149,3 +151,8 @@ class Rollback(ABC):
         self.undo_failed_backward()
         with self.tables.own() if self.tables.in_place else nullcontext():
             yield
+
+
+def without_full(u: UnitState) -> UnitState:
+    """The unit without full parameters, or a gather of them."""
+    return UnitState(u.name, u.master, None, u.acc_full, u.acc_partial, u.reducing, u.grad)

@@ -37,7 +37,7 @@ from .gather import plainly
 from .group import Gradients, Group, deliver, hooked, same_memory
 from .guards import agree
 from .planning import plan_groups
-from .rollback import Rollback
+from .rollback import Rollback, without_full
 
 _GATHERING, _UNSHARDED = ParamPhase.GATHERING, ParamPhase.UNSHARDED
 
@@ -303,7 +303,7 @@ class Tree(Rollback):
         for u in s.units if layout is not None else ():
             on_unit.drop_flight(u, self.backend)
         layout = layout or s.layout
-        units = [_without_full(u) if changed is None or i in changed else u for i, u in enumerate(s.units)]
+        units = [without_full(u) if changed is None or i in changed else u for i, u in enumerate(s.units)]
         if changed is None:
             units = [g.adopt(p, u) for g, p, u in zip(self.groups, layout.units, units, strict=True)]
             self._values = self._versions()
@@ -403,11 +403,6 @@ class Tree(Rollback):
             deliver(gradients)
         else:
             self._attempt[2].append(gradients)
-
-
-def _without_full(u: UnitState) -> UnitState:
-    """Full parameters of before an update are worth nothing."""
-    return UnitState(u.name, u.master, None, u.acc_full, u.acc_partial, u.reducing, u.grad)
 
 
 def _require_one_device(groups: Sequence[Group], root: TorchBackend) -> None:

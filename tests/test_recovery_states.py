@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hsdp_fn_torch as ht
-from hsdp_fn import PeerFailed, PhaseError, PolicyError, PrefetchPolicy, Sync, expected_comm, unshard
+from hsdp_fn import ParamPhase, PeerFailed, PhaseError, PolicyError, PrefetchPolicy, Sync, expected_comm, unshard
 from hsdp_fn_torch import fully_shard, recoverable
 from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks, tripwire
 from tests.workers_recovery import require_equal, set_sync
@@ -214,6 +214,46 @@ def test_an_accumulation_is_finished_without_a_backward(rank, world, setter):
     require_equal(whole_grads(model), before, "nothing is held any more")
     with pytest.raises(RuntimeError, match="root"):
         model.layers[0].finish_accumulation()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@on_ranks(2)
+def test_an_attempt_that_has_nothing_to_issue(rank, world, first):
+    """Everything is gathered already, and gradients are held back: the vote is all that peers wait for."""
+    model = facade(world, reshard_after_forward=False)
+    evaluate(model, rank)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+
+    def body(attempt, fail=True):
+        loss = mean_square(model, data(rank, 0))
+        if rank == 0 and fail:
+            raise Boom("after forward")
+        loss.backward()
+
+    if not first:
+        assert outcome(model, lambda attempt: body(attempt, fail=False)) == "ok"
+    assert outcome(model, body) == ("own" if rank == 0 else "peer")
+    with recoverable(model) as attempt:
+        body(attempt, fail=False)
+    assert list(attempt.journal) == []
+
+
+@on_ranks(2)
+def test_what_was_being_gathered_when_an_attempt_failed_is_let_go(rank, world):
+    model = facade(world)
+    mean_square(model, data(rank, 0)).backward()
+    handle = model.layers[1].unshard(async_op=True)
+
+    def body(attempt):
+        if rank == 0:
+            raise Boom("before")
+        mean_square(model, data(rank, 0)).backward()
+
+    assert outcome(model, body) == ("own" if rank == 0 else "peer")
+    assert {u.params_phase for u in model.hsdp_state.units} == {ParamPhase.SHARDED}
+    handle.wait()
+    mean_square(model, data(rank, 0)).backward()
 
 
 # ------------------------------------------------------------------------------------------------ units inside units
