@@ -152,6 +152,7 @@ class Tree(Rollback):
             frame, index = self._running(), self.indices[id(group)]
             if wait:
                 frame.hold(index)
+                self._settle_copies()
             else:
                 frame.start_unshard(index)
 
@@ -161,6 +162,7 @@ class Tree(Rollback):
         if self.frame is not None and self.frame.uses[index].state.params_phase in (_GATHERING, _UNSHARDED):
             with plainly():
                 self.frame.hold(index)
+                self._settle_copies()
 
     def reshard(self, group: Group) -> None:
         """Free a group's full parameters, if they are there."""
@@ -268,10 +270,9 @@ class Tree(Rollback):
                     group.to_run.clear()
                     frame.complete(index)
         frame.pause(whole=whole)
-        if not frame.has_graph:
-            if not self.tables.in_place:
-                self._rest(frame.rest())
-            self._settle_copies()
+        if not frame.has_graph and not self.tables.in_place:
+            self._rest(frame.rest())
+        self._settle_copies()  # whoever writes the masters now doesn't change what this forward has used
 
     def _settle_copies(self) -> None:
         """Copies between host and device have landed afterwards (CPU offload)."""
