@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from .layout import ROOT, Collective, Layout, UnitLayout
 from .lifecycle import ParamPhase
@@ -46,9 +47,12 @@ def expected_comm(
         return tuple(out)
     gathered: set[str] = set()
 
+    def away(unit: UnitLayout) -> bool:
+        return bool(unit.reshard_after_forward) and unit.name not in kept
+
     def regather(units: Iterable[UnitLayout]) -> None:
         for unit in units:
-            if unit.reshard_after_forward and unit.name not in gathered and unit.name not in kept:
+            if away(unit) and unit.name not in gathered:
                 gathered.add(unit.name)
                 out.extend(_regathers(unit))
 
@@ -67,7 +71,8 @@ def expected_comm(
         visit(unit)
     owed: list[Collective] = []
     for begun in range(len(order)):
-        regather(order[begun : begun + 1 + layout.prefetch.backward])
+        next_ones = filter(away, order[begun + 1 :])
+        regather([order[begun], *islice(next_ones, layout.prefetch.backward)])
         while ends and ends[0][0] == begun + 1:
             owed = _reduce(ends.pop(0)[1], sync, owed, out)
     return tuple(out + owed)

@@ -329,3 +329,27 @@ def test_a_first_attempt_with_units_inside_of_units_that_fails_on_one_rank(rank,
     for m in (model, twin):
         mean_square(m, data(rank, 0)).backward()
     require_equal(whole_grads(model), whole_grads(twin), where)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@on_ranks(2)
+def test_the_journal_where_only_some_units_are_resharded(rank, world, ahead):
+    """Backward's prefetch passes over those that are still there."""
+    names = [*LAYERS[:3], ""]
+    for kept in range(1, 2 ** len(names)):
+        reshard = {name: not kept >> i & 1 for i, name in enumerate(names)}
+        model = chain(depth=3)
+        policies = {"prefetch": PrefetchPolicy(ahead, ahead), "reshard_after_forward": reshard}
+        state = ht.shard_module(model, mesh_for(world), LAYERS[:3], **policies)
+        step = ht.value_and_grad(lambda p, x, model=model: ht.functional_call(model, p, x).square().mean())
+        with recoverable(state) as attempt:
+            (_, _), attempt.state = step(attempt.state, data(rank, 0))
+        assert attempt.journal == list(expected_comm(attempt.state.layout)), reshard
+        if ahead == 1:  # the facade's
+            model = chain(depth=3)
+            for i, layer in enumerate(model.layers):
+                fully_shard(layer, mesh=mesh_for(world), reshard_after_forward=reshard[names[i]])
+            fully_shard(model, mesh=mesh_for(world), reshard_after_forward=reshard[""])
+            with recoverable(model) as attempt:
+                mean_square(model, data(rank, 0)).backward()
+            assert attempt.journal == list(expected_comm(model.hsdp_state.layout)), reshard

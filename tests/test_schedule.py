@@ -35,7 +35,8 @@ def microbatch(state: HSDPState, case: Case, sync: Sync) -> HSDPState:
     for what, name in events:
         if what == "begin":
             at = order.index(name)
-            for ahead in order[at : at + 1 + layout.prefetch.backward]:
+            away = [n for n in order[at + 1 :] if layout.units[layout.unit_index[n]].reshard_after_forward]
+            for ahead in [name, *away[: layout.prefetch.backward]]:
                 state = h.unshard(state, ahead)
         else:
             state = h.shard(reduce(state, name), name)
