@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from itertools import islice
 from typing import Any
 
 import mindspore as ms
@@ -175,8 +176,8 @@ class Frame:
         if not self.layout.units[index].trainable:
             self._guests.append(index)
         at = self._backward.index(index) + 1 if index in self._backward else len(self._backward)
-        for i in self._backward[at : at + self.layout.prefetch.backward]:
-            if self._reshards(i) and not self.uses[i].reduced:
+        for i in islice(filter(self._reshards, self._backward[at:]), self.layout.prefetch.backward):
+            if not self.uses[i].reduced:
                 self._start_gather(i)
 
     def remake(self, index: int, at: int) -> Tensor:

@@ -12,6 +12,7 @@ reduction is always SUM; scaling is done here (gloo and HCCL have no usable PREM
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -355,8 +356,12 @@ class TorchBackend:
             self._await(handle)
 
     def _await(self, handle: dist.Work) -> None:
+        limit = self._limit[0]
         try:
-            handle.wait() if self._limit[0] is None else handle.wait(self._limit[0])
+            if limit is not None and self.device.type != "cpu" and hasattr(handle, "is_completed"):
+                _poll(handle, limit)  # there `Work.wait` returns at once, whatever its timeout
+                limit = None
+            handle.wait() if limit is None else handle.wait(limit)
         except Exception as error:
             error._hsdp_collective = True  # type: ignore[attr-defined]  # `recoverable` asks for it
             raise
@@ -392,10 +397,23 @@ def torch_backend(state: HSDPState) -> TorchBackend:
     return state.backend
 
 
+def _poll(handle: dist.Work, limit: timedelta) -> None:
+    """Block until a device's collective has ended.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    deadline = time.monotonic() + limit.total_seconds()
+    while not handle.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a collective took longer than {limit.total_seconds()} s; a peer may be gone")
+        time.sleep(0.0002)
+
+
 def _kind_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """What a group communicates with on this device. It may have a backend for each: ``cpu:gloo,npu:hccl``."""
     kinds = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
-    return str(kinds.get(device.type, dist.get_backend(group)))
+    return str(kinds[device.type]) if device.type in kinds else dist.get_backend(group)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

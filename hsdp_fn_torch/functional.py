@@ -119,6 +119,7 @@ def value_and_grad(
                 loss, aux = _loss_of(out, has_aux)
                 frame.backward(loss)
             new = frame.commit()
+            frame.backend.settle()  # as in `evaluate`
         except BaseException as error:
             frame.abort()
             _explain(error)

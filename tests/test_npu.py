@@ -13,12 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp_fn_torch as ht
 from hsdp_fn import BackendError, MixedPrecisionPolicy
 from hsdp_fn_torch import npu, trace
-from hsdp_fn_torch.backend import TorchBackend
+from hsdp_fn_torch.backend import TorchBackend, _kind_of
 from tests.workers_facade import chain
 from tests.workers_torch import mesh_for, on_ranks
 
@@ -86,13 +85,39 @@ def test_what_hccl_cant_reduce_is_refused_before_anything(rank, world, dtype, re
     backend.check(ht.plan_module(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)))
 
 
+def test_a_group_with_a_backend_for_each_device_is_known_by_its_devices(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    assert [_kind_of(None, torch.device(kind)) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "gloo")
+    assert _kind_of(None, torch.device("cpu")) == "gloo"
+
+
+class Work:
+    """A device's handle: `wait` doesn't block, `is_completed` tells."""
+
+    def __init__(self, after):
+        self.left, self.waited = after, []
+
+    def is_completed(self):
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self, *timeout):
+        self.waited.append(timeout)
+
+
 @on_ranks(2)
-def test_a_group_with_a_backend_for_each_device_is_known_by_its_devices(rank, world):
-    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
-    assert dist.get_backend(group) != "gloo"
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    assert TorchBackend(mesh).name == "torch gloo on cpu"
-    dist.destroy_process_group(group)
+def test_a_limit_is_kept_where_waiting_doesnt_block(rank, world):
+    backend = TorchBackend(mesh_for(world))
+    backend.device = torch.device("meta")  # any that isn't the CPU
+    quick, slow, unlimited = Work(3), Work(10**9), Work(10**9)
+    with backend.limited(0.2):
+        backend.wait(quick)
+        with pytest.raises(TimeoutError, match=r"longer than 0.2 s; a peer may be gone") as caught:
+            backend.wait(slow)
+    assert caught.value._hsdp_collective
+    backend.wait(unlimited)
+    assert (quick.waited, slow.waited, unlimited.waited) == ([()], [], [()])
 
 
 def test_ranges_go_to_the_profiler_that_was_asked_for(monkeypatch):
