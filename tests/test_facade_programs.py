@@ -331,7 +331,7 @@ class Player(Twins):
             "load": (
                 RuntimeError,
                 "can't be loaded inside",
-                lambda: self.model.load_state_dict(self.single.state_dict()),
+                lambda: self.model.load_state_dict(values),
             ),
         }
         error, match, call = calls[what]
