@@ -391,6 +391,7 @@ class Twins:
         outdated = [u for u in self.units if graph.versions[u] != self.versions[u]]
         if not graph.loss.requires_grad:
             return False
+        trap.on &= not (graph.dead or self.stopped or outdated)  # refused, perhaps after a gather
         if graph.dead:
             require_raises(PhaseError, "ended|dropped", graph.loss.backward)
             self.seen["dead graphs"] += 1
