@@ -17,9 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import hsdp_fn_torch as ht
 
 from .contenders import FACADE, Fully, Ours
-from .measure import Batch, Size, batch_of, loss_fn, model_of
+from .measure import SIZES as MEASURED
+from .measure import Batch, GPTConfig, Size, batch_of, loss_fn, model_of
 
-SIZES = ("overhead", "wide")
+SIZES = {
+    "overhead": MEASURED["overhead"],
+    "main job": Size("main job", GPTConfig(dim=128, layers=4, heads=4, seq_len=128), batch=4, steps=30),
+    "wide": MEASURED["wide"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Cost:
         return f"{self.attempt:.2f} ms around {self.step:.0f} ms ({self.attempt / self.step:.2%})"
 
 
-def costs(size: Size, steps: int) -> dict[str, Cost]:
+def costs(size: Size) -> dict[str, Cost]:
     """By API. Communicates: runs on all ranks of the default group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     units = [f"layers.{i}" for i in range(size.config.layers)]
@@ -56,7 +61,7 @@ def costs(size: Size, steps: int) -> dict[str, Cost]:
         return clock
 
     found: dict[str, list[tuple[float, float]]] = {"functional": [], "facade": []}
-    for step in range(steps):
+    for step in range(size.steps):
         batch = batch_of(size, step, dist.get_rank())
         found["functional"].append(of_a_state(batch))
         found["facade"].append(of_the_facade(batch))

@@ -46,7 +46,6 @@ import torch.distributed as dist
 
 from benchmarks import attempt_cost, reference_faults
 from benchmarks.failures import CONTENDERS, Contender, count_collectives
-from benchmarks.measure import SIZES
 from benchmarks.scenarios import RANKS, RIGHT, SCENARIOS, inject
 from hsdp_fn_torch.backend import TorchBackend
 
@@ -101,7 +100,7 @@ def _work(rank: int, job: Job, folder: str, pipes: Sequence[tuple[Connection, Co
 def _answer(kind: type[Contender], task: tuple[str, bool] | int | str, hybrid: bool) -> Any:
     try:
         if isinstance(task, str):
-            return attempt_cost.costs(SIZES[task], SIZES[task].steps)
+            return attempt_cost.costs(attempt_cost.SIZES[task])
         if isinstance(task, int):
             return inject(kind(hybrid=hybrid), task)
         scenario = SCENARIOS[task[0]]
@@ -210,8 +209,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'reference backend, 4 ranks':37}{tallies}")
     if not args.quick:
         print("\nCPU time of an attempt around a step, nothing fails")
-        for size, (measured, _) in zip(attempt_cost.SIZES, run(Job("facade", attempt_cost.SIZES)), strict=True):
-            layers = f"{SIZES[size].config.layers} layers of width {SIZES[size].config.dim}"
+        found_costs = run(Job("facade", tuple(attempt_cost.SIZES)))
+        for size, (measured, _) in zip(attempt_cost.SIZES.values(), found_costs, strict=True):
+            layers = f"{size.config.layers} layers of width {size.config.dim}"
             costs = measured.items() if isinstance(measured, dict) else [("both", measured)]
             print(f"{layers:37}" + "   ".join(f"{api} {cost}" for api, cost in costs), flush=True)
     for problem in problems:

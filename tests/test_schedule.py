@@ -118,6 +118,26 @@ def test_counts_and_bytes_are_the_closed_form_with_and_without_resharding(units:
             assert found.get("all_reduce") == reduces
 
 
+@pytest.mark.parametrize(
+    ("ahead", "backward"),
+    [
+        (0, "all_gather u2, reduce_scatter u2, reduce_scatter u1, all_gather u0, reduce_scatter u0"),
+        (1, "all_gather u2, all_gather u0, reduce_scatter u2, reduce_scatter u1, reduce_scatter u0"),
+    ],
+)
+def test_backward_prefetches_past_units_that_are_still_there(ahead: int, backward: str) -> None:
+    layout = model(3, MeshSpec.fsdp(2), reshard={"u0": True, "u1": False, "u2": True}, ahead=ahead)
+    found = [f"{c.op} {c.unit}" for c in expected_comm(layout)[4:]]  # after forward's gathers
+    assert ", ".join(found) == backward + ", reduce_scatter "
+
+
+def test_backward_of_a_unit_goes_around_those_inside_it() -> None:
+    specs = [ParamSpec(f"{unit}.w", (2,), "float32") for unit in ("a", "a.x", "a.y", "b")]
+    layout = h.plan_layout(specs, MeshSpec.fsdp(2), ["a", "a.x", "a.y", "b"], reshard_after_forward=False)
+    reduced = [c.unit for c in expected_comm(layout) if c.op == "reduce_scatter"]
+    assert reduced == ["b", "a.y", "a.x", "a"]
+
+
 def test_a_unit_resharded_to_smaller_groups_is_gathered_over_these_in_backward() -> None:
     """5 x 2 elements are stored as 8 rows by four ranks, as 6 by two."""
     for reshard, again in ((2, ("all_gather", 2, 12 * 4, 2)), (True, ("all_gather", 4, 16 * 4, 6))):

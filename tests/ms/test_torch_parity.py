@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from tests.ms.torch_side import LAYERS, draw, train_on_torch
 from tests.ms.workers import Chain, array, fill, full_values, squares, tensor, weights
 
 STEPS, RATE, MAX_NORM = 5, 0.05, 1.0
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch as well")
 
 
 def train_on_mindspore(
