@@ -7,6 +7,7 @@ to the core. Methods that communicate say so; the core calls them in the same or
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from .layout import Flat, Layout, Member
@@ -135,4 +136,23 @@ class Backend(Protocol):
 
     def wait(self, handle: Handle) -> None:
         """Order the caller (the current stream, or the host) after a collective. Raises what the collective raised."""
+        ...
+
+
+class RankBackend(Backend, Protocol):
+    """The backend of one rank, which may fail alone. What its `wait` raises has an attribute ``_hsdp_collective`` that
+    is True: peers can't be freed then."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The backend's own mesh."""
+        ...
+
+    def limited(self, seconds: float | None) -> AbstractContextManager[None]:
+        """Inside, waiting for one collective takes at most so long (None: as the process groups say)."""
         ...

@@ -11,30 +11,48 @@ from hsdp_fn import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from hsdp_fn.params import Params
 
 from .backend import MSBackend
-from .functional import Params, evaluate, functional_call, value_and_grad
+from .compat import enable_mindspore_backward_compat
+from .facade import (
+    ReplicateModule,
+    fully_shard,
+    hsdp_sync_stream,
+    register_fsdp_forward_method,
+    replicate,
+)
+from .functional import evaluate, functional_call, value_and_grad
 from .launch import init_process_group, leave
 from .mesh import DeviceMesh, init_device_mesh, mesh_spec
 from .model import param_specs, plan_cell, shard_cell
+from .module import HSDPModule, UnshardHandle
 from .optim import clipped, global_norm, optimizer_step, shard_parameters
 from .probe import Facts, facts
 from .recovery import recoverable
+from .state_dict import get_model_state_dict, set_model_state_dict
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "DeviceMesh",
     "Facts",
+    "HSDPModule",
     "MSBackend",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Params",
+    "ReplicateModule",
+    "UnshardHandle",
     "clipped",
+    "enable_mindspore_backward_compat",
     "evaluate",
     "facts",
+    "fully_shard",
     "functional_call",
+    "get_model_state_dict",
     "global_norm",
+    "hsdp_sync_stream",
     "init_device_mesh",
     "init_process_group",
     "leave",
@@ -43,6 +61,9 @@ __all__ = [
     "param_specs",
     "plan_cell",
     "recoverable",
+    "register_fsdp_forward_method",
+    "replicate",
+    "set_model_state_dict",
     "shard_cell",
     "shard_parameters",
     "value_and_grad",

@@ -7,6 +7,7 @@ cell. Outside a frame the model is as the user made it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,16 +28,55 @@ def binding_of(cell: nn.Cell, layout: Layout) -> Binding:
 
     Raises:
         LayoutError: the layout names a parameter or a unit that the model doesn't have.
-        NotImplementedError: a cell that would lose gradients, see `_require_plain`.
+        NotImplementedError: a cell that would lose gradients, see `require_plain`.
     """
-    _require_plain(cell)
+    require_plain(cell)
     found = _BINDINGS.get(cell)
     if found is None or found.layout != layout or not found.fits(cell):
         found = _BINDINGS[cell] = Binding(cell, layout)
     return found
 
 
-class Binding:
+class Tables:
+    """Where a model keeps the parameters of its units.
+
+    Args:
+        slots: of each unit, the places of its parameters.
+    """
+
+    def __init__(self, slots: Sequence[Sequence[Slot]]) -> None:
+        self._slots = slots
+        self._installed = [False] * len(slots)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether full parameters stand anywhere."""
+        return any(self._installed)
+
+    def own(self) -> AbstractContextManager[None]:
+        """The cells' lists of parameters have the sharded ones always: only attributes are shadowed."""
+        return nullcontext()
+
+    def install(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Put a unit's full parameters where its cells look for them."""
+        self._installed[index] = True
+        for owner, local, at in self._slots[index]:
+            owner.__dict__[local] = tensors[at]
+
+    def uninstall(self, index: int) -> None:
+        """The cells have their own parameters back."""
+        if self._installed[index]:
+            self._installed[index] = False
+            for owner, local, _ in self._slots[index]:
+                owner.__dict__.pop(local, None)
+
+    def disconnect(self) -> None:
+        """All cells have."""
+        for index in range(len(self._slots)):
+            self.uninstall(index)
+
+
+class Binding(Tables):
     """One model's parameters and unit cells, looked up once.
 
     Raises:
@@ -46,9 +86,8 @@ class Binding:
     def __init__(self, model: nn.Cell, layout: Layout) -> None:
         self.layout = layout
         self._frame: Frame | None = None
-        self._slots: list[list[Slot]] = []
+        slots: list[list[Slot]] = []
         self._cells: list[tuple[nn.Cell, Callable[..., Any]]] = []
-        self._installed = [False] * len(layout.units)
         places = {name: (owner, local) for name, owner, local in parameter_places(model)}
         cells = dict(named_cells(model))
         for index, plan in enumerate(layout.units):
@@ -62,7 +101,7 @@ class Binding:
                         f"parameter {name!r} of {type(model).__name__} has shape {shape}, but the layout was planned "
                         f"for {plan.params[at].shape}"
                     )
-            self._slots.append([(*places[name], at) for name, at in plan.positions.items()])
+            slots.append([(*places[name], at) for name, at in plan.positions.items()])
             for name in plan.modules if plan.name != ROOT else ():
                 if name not in cells:
                     raise LayoutError(f"unit cell {name!r} doesn't exist in {type(model).__name__}")
@@ -72,6 +111,7 @@ class Binding:
                 if all(cell is not other for other, _ in self._cells):
                     self._cells.append((cell, self._call(cell, index, last=name == plan.modules[-1])))
         self._below = [cell for _, cell in named_cells(model)][1:]  # not the model itself, which would live on by it
+        super().__init__(slots)
 
     def fits(self, model: nn.Cell) -> bool:
         """Whether the model still has the very cells that were looked up."""
@@ -108,33 +148,19 @@ class Binding:
         self._frame = None
         for cell, _ in self._cells:
             cell.__dict__.pop("construct", None)
-        for index in range(len(self._slots)):
-            self.uninstall(index)
-
-    def install(self, index: int, tensors: Sequence[Tensor]) -> None:
-        """Put a unit's full parameters where its cells look for them."""
-        self._installed[index] = True
-        for owner, local, at in self._slots[index]:
-            owner.__dict__[local] = tensors[at]
-
-    def uninstall(self, index: int) -> None:
-        """The cells have their own parameters back."""
-        if self._installed[index]:
-            self._installed[index] = False
-            for owner, local, _ in self._slots[index]:
-                owner.__dict__.pop(local, None)
+        super().disconnect()
 
     def _call(self, cell: nn.Cell, index: int, *, last: bool) -> Callable[..., Any]:
         own = type(cell).construct
 
         def call(*args: Any, **kwargs: Any) -> Any:
             assert self._frame is not None
-            return self._frame.run(index, lambda *a, **k: own(cell, *a, **k), args, kwargs, final=last)
+            return self._frame.run(index, lambda *a, **k: own(cell, *a, **k), args, kwargs, final=lambda: last)
 
         return call
 
 
-def _require_plain(model: nn.Cell) -> None:
+def require_plain(model: nn.Cell) -> None:
     """Raise `NotImplementedError` for cells whose gradients wouldn't reach the state: what is recomputed in backward,
     what is compiled, and what has a ``bprop`` of its own takes parameters as constants when they are plain tensors."""
     for name, cell in named_cells(model):
@@ -168,13 +194,18 @@ def parameter_places(model: nn.Cell) -> list[tuple[str, nn.Cell, str]]:
     """
     out = []
     for prefix, cell in named_cells(model):
-        for local, value in vars(cell).items():
-            if isinstance(value, ParameterTuple):
-                raise LayoutError(
-                    f"{type(cell).__name__} {prefix!r} keeps parameters in a ParameterTuple ({local}), from which a "
-                    f"unit's can't be taken; make each an attribute of its own"
-                )
+        require_no_tuples(prefix, cell)
         for local, param in cell._params.items():
             if isinstance(param, Parameter):
                 out.append((f"{prefix}.{local}" if prefix else local, cell, local))
     return out
+
+
+def require_no_tuples(path: str, cell: nn.Cell) -> None:
+    """Raise `LayoutError` where a cell keeps parameters in a tuple."""
+    for local, value in vars(cell).items():
+        if isinstance(value, ParameterTuple):
+            raise LayoutError(
+                f"{type(cell).__name__} {path!r} keeps parameters in a ParameterTuple ({local}), from which a unit's "
+                f"can't be taken; make each an attribute of its own"
+            )

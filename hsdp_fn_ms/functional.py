@@ -11,46 +11,13 @@ from mindspore import Tensor, nn, ops
 from mindspore.graph.api import _pynative_executor
 
 from hsdp_fn import ROOT, HSDPState, Sync, expected_comm
+from hsdp_fn.handling import Handling, handling_of
+from hsdp_fn.params import Params
 from hsdp_fn.state import phases_of
 
 from .binding import binding_of
 from .casting import is_floating, map_tensors
 from .frame import Frame
-
-
-class Params:
-    """The parameters of a running `value_and_grad`, gathered as they are used. Valid inside the call only.
-
-    Pass it to `functional_call` for a cell, run a function of one unit's parameters with `run`, or index it by
-    parameter name, which gathers the parameter's unit until its backward.
-    """
-
-    def __init__(self, frame: Frame) -> None:
-        self._frame = frame
-
-    def run(self, unit: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(params, *args, **kwargs)`` with the unit's full parameters by name, as the unit's forward.
-
-        Communicates: gathers the unit unless it is there, and starts gathering the next ones.
-
-        Raises:
-            UnknownUnitError: the layout has no such unit.
-        """
-        (index,) = self._frame.layout.select(unit)
-        positions = self._frame.layout.units[index].positions
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            full = self._frame.current(index)
-            return function({name: full[at] for name, at in positions.items()}, *args, **kwargs)
-
-        return self._frame.run(index, call, args, kwargs)
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The full parameter, in compute dtype, attached to autograd. Communicates like `run`."""
-        for index, plan in enumerate(self._frame.layout.units):
-            if name in plan.positions:
-                return self._frame.look(index)[plan.positions[name]]
-        raise KeyError(f"no parameter {name!r} in this layout")
 
 
 def functional_call(cell: nn.Cell, params: Params, *args: Any, **kwargs: Any) -> Any:
@@ -80,13 +47,17 @@ def functional_call(cell: nn.Cell, params: Params, *args: Any, **kwargs: Any) ->
 def value_and_grad(
     fn: Callable[..., Any], *, has_aux: bool = False
 ) -> Callable[..., tuple[tuple[Tensor, Any], HSDPState]]:
-    """Make ``step(state, *batch, sync=Sync.FULL, **kwargs) -> ((loss, aux), state')``.
+    """Make ``step(state, *batch, sync=Sync.FULL, reshard_after_backward=True, **kwargs) -> ((loss, aux), state')``.
 
     The step runs ``loss = fn(params, *batch, **kwargs)`` forward and backward. Communicates, with ``U`` units that are
     resharded after forward and a root that isn't: ``2U + 1`` all-gathers over the shard group and, with ``SHARD`` or
     ``FULL``, ``U + 1`` reduce-scatters; with ``FULL`` on a mesh that replicates also ``U + 1`` all-reduces over the
     replicate group. `expected_comm` lists them. Gradients are in the state afterwards: take them with `grads`, which
     waits for the last reductions.
+
+    With ``reshard_after_backward=False`` units stay gathered in the state, where the next microbatch finds them: with
+    `unshard` before the first one, each unit is gathered once a step. Without effect on numbers. Before an update they
+    have to be resharded: by the last microbatch, or `shard`.
 
     A step that raises never happened: the state passed in stays usable, byte for byte. (When one rank raises alone, its
     peers wait for it in the next collective; see `recoverable`.)
@@ -101,18 +72,21 @@ def value_and_grad(
     """
 
     def step(
-        state: HSDPState, *batch: Any, sync: Sync = Sync.FULL, **kwargs: Any
+        state: HSDPState, *batch: Any, sync: Sync = Sync.FULL, reshard_after_backward: bool = True, **kwargs: Any
     ) -> tuple[tuple[Tensor, Any], HSDPState]:
         state.token.require("value_and_grad")
         if not isinstance(sync, Sync):
             raise TypeError(f"sync must be a Sync (NONE, SHARD or FULL), found {sync!r}")
+        if not isinstance(reshard_after_backward, bool):
+            raise TypeError(f"reshard_after_backward must be a bool, found {reshard_after_backward!r}")
         if state.token.journal is not None:
             state.token.journal.plan(expected_comm(state.layout, sync=sync, phases=phases_of(state)))
-        frame = Frame(state, sync, None)
+        ways = handling_of(state, sync, Handling, reshard_after_backward=reshard_after_backward)
+        frame = Frame(state, ways)
         extra: list[Any] = []
 
         def forward(anchor: Tensor) -> Tensor:
-            frame.anchor = anchor
+            frame.begin_pass().anchor = anchor
             out = fn(Params(frame), *batch, **kwargs)
             loss, aux = _loss_of(out, has_aux)
             extra.append(map_tensors(aux, ops.stop_gradient))
@@ -144,7 +118,8 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
         state.token.require("evaluate")
         if state.token.journal is not None:
             state.token.journal.plan(expected_comm(state.layout, backward=False, phases=phases_of(state)))
-        frame = Frame(state, Sync.NONE, None)
+        frame = Frame(state, handling_of(state, Sync.NONE, Handling))
+        frame.begin_pass()
         try:
             with ms._no_grad():
                 out = fn(Params(frame), *batch, **kwargs)

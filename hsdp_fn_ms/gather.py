@@ -10,27 +10,53 @@ that resharding really frees it; unpacking gathers the unit again if need be.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
-from mindspore import Tensor, mint, ops
+from mindspore import Parameter, Tensor, mint, ops
 
 from hsdp_fn import PhaseError
 
 if TYPE_CHECKING:
     from .frame import Frame
+    from .use import Pass
+
+
+class _Begin(ms._Function):  # type: ignore[misc]
+    """Where the graph of a pass begins. All units' nodes hang on its output, so its backward is the last of them."""
+
+    @staticmethod
+    def forward(ctx: Any, ends: Callable[[], Sequence[Tensor | None]], *params: Parameter) -> Tensor:
+        ctx.ends = ends
+        ctx.set_materialize_grads(False)
+        return Tensor(0.0, ms.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        with ms._no_grad():
+            return (None, *ctx.ends())
+
+
+def begin_graph(ends: Callable[[], Sequence[Tensor | None]], params: Sequence[Parameter]) -> Tensor:
+    """What the units' nodes of a pass are to hang on.
+
+    Args:
+        ends: called when all of them have had their backward; gives the gradients of ``params``.
+    """
+    out: Tensor = _Begin.apply(ends, *params)
+    return out
 
 
 class _Attach(ms._Function):  # type: ignore[misc]
-    """Identity of a unit's full parameters. The anchor only makes autograd build a node."""
+    """Identity of a unit's full parameters. The anchor makes autograd build a node, and go on to what it comes from."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, frame: Frame, index: int, *full: Tensor) -> tuple[Tensor, ...]:
-        ctx.frame, ctx.index = weakref.ref(frame), index
+    def forward(ctx: Any, anchor: Tensor, frame: Frame, came: Pass, index: int, *full: Tensor) -> tuple[Tensor, ...]:
+        ctx.frame, ctx.came, ctx.index = weakref.ref(frame), came, index
         ctx.set_materialize_grads(False)
         out = tuple([ops.stop_gradient(t) for t in full])
         frozen = [t for t, spec in zip(out, frame.layout.units[index].params, strict=True) if not spec.requires_grad]
@@ -39,18 +65,19 @@ class _Attach(ms._Function):  # type: ignore[misc]
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         frame = ctx.frame()
         if frame is None:
             raise PhaseError("the step that this graph belongs to has ended; it can't be differentiated any more")
         with ms._no_grad():
-            frame.receive(ctx.index, grads)
-        return (None,) * (3 + len(grads))
+            frame.receive(ctx.index, ctx.came, grads)
+        zero = Tensor(0.0, ms.float32)  # without it, backward wouldn't go on to what the anchor comes from
+        return (zero, *(None,) * (3 + len(grads)))
 
 
-def attach(frame: Frame, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def attach(frame: Frame, came: Pass, index: int, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Full parameters as outputs of the unit's autograd node; frozen ones don't require gradients."""
-    out: tuple[Tensor, ...] = _Attach.apply(frame.anchor, frame, index, *full)
+    out: tuple[Tensor, ...] = _Attach.apply(came.anchor, frame, came, index, *full)
     return out
 
 
@@ -76,7 +103,7 @@ class _Place:
 
 
 @contextmanager
-def saving(frame: Frame, index: int, full: Sequence[Tensor]) -> Iterator[None]:
+def saving(frame: Frame, came: Pass, index: int, full: Sequence[Tensor]) -> Iterator[None]:
     """Saved-tensor hooks while one unit runs.
 
     Args:
@@ -104,7 +131,7 @@ def saving(frame: Frame, index: int, full: Sequence[Tensor]) -> Iterator[None]:
         if running is None:
             raise PhaseError("the step that this graph belongs to has ended; it can't be differentiated any more")
         with ms._no_grad():
-            return _remade(running.remake(index, saved.at), saved)
+            return _remade(running.remake(index, came, saved.at), saved)
 
     try:
         with ms.saved_tensors_hooks(pack, unpack):

@@ -63,14 +63,20 @@ def plan_cell(
             in it.
     """
     layout = plan_layout(param_specs(cell), mesh_spec(mesh, dp_mesh_dims), units, **policies)
-    if facts().device == "CPU":
-        for unit in layout.units:
-            if names := [m.spec.name for b in unit.buckets if b.compute_dtype == "bfloat16" for m in b.params.members]:
-                raise BackendError(
-                    f"parameters {names} of unit {unit.title!r} would be used in bfloat16, for which MindSpore has no "
-                    f"matrix product on CPU; use param_dtype='float16' or 'float32' there"
-                )
+    require_compute_dtypes(layout)
     return layout
+
+
+def require_compute_dtypes(layout: Layout) -> None:
+    """Raise `BackendError` for units that would compute in bfloat16 on CPU."""
+    if facts().device != "CPU":
+        return
+    for unit in layout.units:
+        if names := [m.spec.name for b in unit.buckets if b.compute_dtype == "bfloat16" for m in b.params.members]:
+            raise BackendError(
+                f"parameters {names} of unit {unit.title!r} would be used in bfloat16, for which MindSpore has no "
+                f"matrix product on CPU; use param_dtype='float16' or 'float32' there"
+            )
 
 
 def shard_cell(

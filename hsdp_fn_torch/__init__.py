@@ -10,6 +10,7 @@ from hsdp_fn import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from hsdp_fn.params import Params
 
 from . import pytree  # noqa: F401  (registers the state types)
 from .backend import TorchBackend
@@ -24,7 +25,7 @@ from .facade import (
     replicate,
     share_comm_ctx,
 )
-from .functional import Params, evaluate, functional_call, value_and_grad
+from .functional import evaluate, functional_call, value_and_grad
 from .guards import broadcast_module
 from .mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, mesh_spec
 from .model import param_specs, plan_module, shard_module

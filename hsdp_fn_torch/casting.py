@@ -1,56 +1,28 @@
-"""Walks over what a module takes and returns: tensors inside lists, tuples, named tuples, dicts and dataclasses."""
+"""Tensors inside what a module takes and returns: found, replaced, and cast."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hsdp_fn import MixedPrecisionPolicy
+from hsdp_fn.nested import leaves_in, map_leaves
 
 T = TypeVar("T")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in a nested value; objects of other classes aren't looked into."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    return leaves_in(value, Tensor)
 
 
 def map_tensors(value: T, function: Callable[[Tensor], Tensor]) -> T:
     """The same nested value, containers of the same types, with every tensor replaced. Returns the very same object
     where nothing changes."""
-    out: Any = value
-    if isinstance(value, Tensor):
-        out = function(value)
-    elif isinstance(value, Mapping):
-        items = {k: map_tensors(v, function) for k, v in value.items()}
-        if any(items[k] is not v for k, v in value.items()):
-            out = _like_dict(value, items)
-    elif isinstance(value, (list, tuple)):
-        parts = [map_tensors(v, function) for v in value]
-        if any(a is not b for a, b in zip(parts, value, strict=True)):
-            out = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = {k: map_tensors(v, function) for k, v in fields.items()}
-        if any(changed[k] is not v for k, v in fields.items()):
-            out = dataclasses.replace(value, **changed)
-    result: T = out
-    return result
+    return map_leaves(value, Tensor, function)
 
 
 def cast_floating(value: T, dtype: str) -> T:
@@ -65,13 +37,3 @@ def casting(policy: MixedPrecisionPolicy, call: Callable[..., Any], args: Any, k
         args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
     out = call(*args, **kwargs)
     return out if policy.output_dtype is None else cast_floating(out, policy.output_dtype)
-
-
-def _like_dict(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same class (defaultdict's factory and the like kept) with other values."""
-    if type(value) is dict:
-        return items
-    out: Any = copy.copy(value)
-    for key, item in items.items():
-        out[key] = item
-    return out

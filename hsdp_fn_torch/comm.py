@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hsdp_fn import BackendError, Layout, MeshSpec, PolicyError
+from hsdp_fn import BackendError, Layout, MeshSpec
+from hsdp_fn.arguments import require_bool
 from hsdp_fn.layout import Flat
 
 from . import flat as flats
@@ -180,7 +181,7 @@ class UnitComm:
     def set_separate_reduce_scatter_group(self, enable: bool = True) -> None:
         """Give reduce-scatters a process group of their own, so that they run beside all-gathers. Doesn't communicate:
         the group is made by `UnitBackend.prepare`, or before the first reduce-scatter, by its ranks together."""
-        _require_bool("enable", enable)
+        require_bool("enable", enable)
         self.separate_reduce_scatter_group = enable
 
     def set_allocate_from_group(self, enable: bool = True) -> None:
@@ -189,13 +190,13 @@ class UnitComm:
         Raises:
             AssertionError: a custom collective was set, which allocates for itself.
         """
-        _require_bool("enable", enable)
+        require_bool("enable", enable)
         self._require_no_custom("set_allocate_memory_from_process_group")
         self.allocate_from_group = enable
 
     def set_zero_copy(self, enable: bool = True) -> None:
         """See the attribute."""
-        _require_bool("enable", enable)
+        require_bool("enable", enable)
         self.zero_copy = enable
 
     def set_symm_mem(self, group: dist.ProcessGroup, device: torch.device, backend: str = "NCCL") -> None:
@@ -424,8 +425,3 @@ def _require_comm(what: str, protocol: str, comm: object) -> None:
         missing += (" and " if missing else "") + "isn't callable"
     if missing:
         raise TypeError(f"a custom {what} must be like hsdp_fn_torch.comm.{protocol}: {comm!r} {missing}")
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise PolicyError(f"{name} must be a bool, found {value!r}")

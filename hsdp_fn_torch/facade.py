@@ -10,7 +10,6 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hsdp_fn import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MeshError,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    PolicyError,
     ReductionPolicy,
 )
+from hsdp_fn.arguments import mesh_dims_of, modules_of, mp_policy_of, offload_policy_of, parameters_of, require_bool
+from hsdp_fn.extending import extended_class
 from hsdp_fn.planner import reshard_size
 
 from .backend import TorchBackend
@@ -33,20 +32,15 @@ from .comm import UnitComm
 from .compiling import not_traced
 from .group import Group, Settings, group_of
 from .mesh import DataMesh, data_mesh
-from .module import HSDPModule, require_bool
+from .module import HSDPModule
 from .planning import ShardPlacementFn
 from .roots import tree_of
 
 M = TypeVar("M", bound=nn.Module)
 
-# The extended class refers to its original, so the value must not keep it.
-_CLASSES: WeakKeyDictionary[type, dict[type, weakref.ref[type]]] = WeakKeyDictionary()
-
 
 class ReplicateModule(HSDPModule):
     """What `replicate` makes of a module's class: an `HSDPModule` whose parameters are whole on every rank."""
-
-    _original_at = 3
 
 
 def fully_shard(
@@ -101,14 +95,14 @@ def fully_shard(
     require_bool("comm_fusion", comm_fusion)
     if comm_fusion_zero_copy is not None:
         require_bool("comm_fusion_zero_copy", comm_fusion_zero_copy)
-    data = data_mesh(_mesh(mesh), _mesh_dims(dp_mesh_dims))
+    data = data_mesh(_mesh(mesh), mesh_dims_of(dp_mesh_dims))
     if shard_placement_fn is not None and not data.spec.shard:
         raise MeshError("shard_placement_fn needs a mesh with a shard axis; dp_mesh_dims names replicate axes only")
     reshard = reshard_after_forward
     if reshard is not None:
         reshard = reshard_size(reshard, data.spec.shard_size, "fully_shard")
-    settings = Settings(reshard, _mp_policy(mp_policy), ReductionPolicy(), fused=comm_fusion)
-    group = Group(modules, data, _backend(data, _offload_policy(offload_policy)), settings)
+    settings = Settings(reshard, mp_policy_of(mp_policy), ReductionPolicy(), fused=comm_fusion)
+    group = Group(modules, data, _backend(data, offload_policy_of(offload_policy)), settings)
     group.comm = UnitComm(zero_copy=comm_fusion_zero_copy is not False)
     _take(group, HSDPModule, ignored_params, replicate_params, shard_placement_fn)
     return module
@@ -128,8 +122,8 @@ def replicate(
     """
     modules = _modules(module, "replicate")
     data = data_mesh(_mesh(mesh))
-    settings = Settings(False, _mp_policy(mp_policy), ReductionPolicy(), whole=True)
-    group = Group(modules, data, _backend(data, _offload_policy(offload_policy)), settings)
+    settings = Settings(False, mp_policy_of(mp_policy), ReductionPolicy(), whole=True)
+    group = Group(modules, data, _backend(data, offload_policy_of(offload_policy)), settings)
     _take(group, ReplicateModule, ignored_params, None, None)
     return module
 
@@ -188,23 +182,11 @@ def hsdp_sync_stream() -> None:
 
 
 def _modules(module: object, function: str) -> list[nn.Module]:
-    modules: list[Any] = list(module) if isinstance(module, list) else [module]
-    for i, m in enumerate(modules):
-        if not isinstance(m, nn.Module):
-            where = f" at index {i}" if isinstance(module, list) else ""
-            raise ValueError(f"{function} takes a module or a list of modules, found {type(m).__name__}{where}")
-        if isinstance(m, HSDPModule):
-            raise AssertionError(
-                f"{function}: fully_shard or replicate was applied to this module before; each distinct composable API "
-                f"can be applied to a module once only"
-            )
-        if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and type(m).forward is nn.Module.forward:
-            raise ValueError(f"{function} does not support containers that do not implement forward: {m}")
-    if not modules:
-        raise ValueError(f"{function} got an empty list of modules")
-    if len({id(m) for m in modules}) < len(modules):
-        raise ValueError(f"{function} got a module twice in one list")
-    return modules
+    return modules_of(module, function, nn.Module, HSDPModule, _is_container)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def _take(
@@ -214,27 +196,18 @@ def _take(
     replicated: Iterable[nn.Parameter] | None,
     placement_fn: ShardPlacementFn | None,
 ) -> None:
-    ignored, replicated = _parameters("ignored_params", ignored), _parameters("replicate_params", replicated)
+    ignored = parameters_of("ignored_params", ignored, nn.Parameter, torch.Tensor)
+    replicated = parameters_of("replicate_params", replicated, nn.Parameter, torch.Tensor)
     group.shard(list(_own_parameters(group.modules)), ignored, replicated, placement_fn)
     for m in group.modules:
         m.__dict__["_hsdp_group"] = group
-        m.__class__ = _extended(type(m), base)
+        m.__class__ = extended_class(type(m), base, "HSDP" if base is HSDPModule else "Replicate")
         for below in m.modules():
             if below is not m and isinstance(below, HSDPModule):
                 below.__dict__["_hsdp_inner"] = weakref.ref(m)
             for buffer in below._buffers.values():
                 if buffer is not None and not buffer.is_meta and buffer.device != group.backend.device:
                     buffer.data = buffer.to(group.backend.device)
-
-
-def _extended(original: type, base: type[HSDPModule]) -> type:
-    known = _CLASSES.setdefault(original, {})
-    found = known[base]() if base in known else None
-    if found is None:
-        prefix = "HSDP" if base is HSDPModule else "Replicate"
-        found = type(f"{prefix}{original.__name__}", (base, original), {"__module__": original.__module__})
-        known[base] = weakref.ref(found)
-    return found
 
 
 def _own_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -257,51 +230,6 @@ def _replicated_by_torch(module: nn.Module) -> bool:
     from torch.distributed._composable.contract import _get_registry
 
     return "replicate" in (_get_registry(module) or ())
-
-
-def _parameters(name: str, given: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
-    if isinstance(given, torch.Tensor):
-        raise TypeError(f"{name} must be a set or list of parameters, found a tensor")
-    params = list(given or ())
-    for p in params:
-        if not isinstance(p, nn.Parameter):
-            raise TypeError(f"{name} must hold parameters, found {type(p).__name__}")
-    return params
-
-
-def _mp_policy(policy: object) -> MixedPrecisionPolicy:
-    """Ours, or torch's of the same fields."""
-    if policy is None:
-        return MixedPrecisionPolicy()
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    if type(policy).__name__ == "MixedPrecisionPolicy":
-        p: Any = policy
-        main = getattr(p, "apply_grad_on_fp32_main_grad", False)  # HyperParallel's has it
-        return MixedPrecisionPolicy(p.param_dtype, p.reduce_dtype, p.output_dtype, p.cast_forward_inputs, main)
-    raise PolicyError(f"mp_policy must be a MixedPrecisionPolicy, found {policy!r}")
-
-
-def _offload_policy(policy: object) -> OffloadPolicy:
-    if policy is None:
-        return OffloadPolicy()
-    if type(policy).__name__ == "CPUOffloadPolicy" and hasattr(policy, "pin_memory"):  # ours, or torch's
-        return CPUOffloadPolicy(policy.pin_memory)
-    if type(policy).__name__ == "OffloadPolicy":
-        return OffloadPolicy()
-    if not isinstance(policy, OffloadPolicy):
-        raise PolicyError(f"offload_policy must be an OffloadPolicy of hsdp_fn, found {policy!r}")
-    return policy
-
-
-def _mesh_dims(dims: object) -> DataParallelMeshDims | None:
-    """Ours, or torch's of the same fields."""
-    if dims is None or isinstance(dims, DataParallelMeshDims):
-        return dims
-    if type(dims).__name__ == "DataParallelMeshDims":
-        given: Any = dims
-        return DataParallelMeshDims(given.shard, given.replicate)
-    raise MeshError(f"dp_mesh_dims must be a DataParallelMeshDims of hsdp_fn, found {dims!r}")
 
 
 def _backend(data: DataMesh, offload: OffloadPolicy) -> TorchBackend:

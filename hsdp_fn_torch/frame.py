@@ -17,20 +17,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hsdp_fn import GradientError, GradPhase, HSDPState, PhaseError, ReductionPolicy, Regrouped, Sync
+from hsdp_fn.handling import handled
+from hsdp_fn.reducer import Reducer
 
 from .backend import TorchBackend
 from .binding import Binding, Tables, edited_text
 from .casting import cast_floating
 from .dtensor import piece
 from .gather import SavedParams, attach, plainly, watch
-from .reducer import Reducer
 from .trace import span
 from .units import Units
 from .use import Handling, Ticket
@@ -198,14 +198,7 @@ class Frame(Units):
 
     def follow(self, reductions: Sequence[ReductionPolicy]) -> None:
         """Reduce like this from now on, one policy a unit, and let the layout say how units are handled."""
-        ways = [(r, way.reshard_after_forward) for r, way in zip(reductions, self.handling, strict=True)]
-        units = self.layout.units
-        if any((u.reduction, u.reshard_after_forward) != way for u, way in zip(units, ways, strict=True)):
-            units = tuple(
-                replace(u, reduction=r, reshard_after_forward=reshard)
-                for u, (r, reshard) in zip(units, ways, strict=True)
-            )
-            self.layout = replace(self.layout, units=units)
+        self.layout = handled(self.layout, reductions, self.handling)
 
     @property
     def has_graph(self) -> bool:

@@ -9,47 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hsdp_fn import ROOT, HSDPState, Sync, expected_comm
+from hsdp_fn.handling import handling_of
+from hsdp_fn.params import Params
 from hsdp_fn.state import phases_of
 
 from .binding import binding_of
 from .casting import map_tensors
 from .frame import Frame
-from .use import handling_of
-
-
-class Params:
-    """The parameters of a running `value_and_grad`, gathered as they are used. Valid inside the call only.
-
-    Pass it to `functional_call` for a module, run a function of one unit's parameters with `run`, or index it by
-    parameter name, which gathers the parameter's unit until its backward.
-    """
-
-    def __init__(self, frame: Frame) -> None:
-        self._frame = frame
-
-    def run(self, unit: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(params, *args, **kwargs)`` with the unit's full parameters by name, as the unit's forward.
-
-        Communicates: gathers the unit unless it is there, and starts gathering the next ones.
-
-        Raises:
-            UnknownUnitError: the layout has no such unit.
-        """
-        (index,) = self._frame.layout.select(unit)
-        positions = self._frame.layout.units[index].positions
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            full = self._frame.current(index)
-            return function({name: full[at] for name, at in positions.items()}, *args, **kwargs)
-
-        return self._frame.run(index, call, args, kwargs)
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The full parameter, in compute dtype, attached to autograd. Communicates like `run`."""
-        for index, plan in enumerate(self._frame.layout.units):
-            if name in plan.positions:
-                return self._frame.look(index)[plan.positions[name]]
-        raise KeyError(f"no parameter {name!r} in this layout")
+from .use import Handling
 
 
 def functional_call(model: nn.Module, params: Params, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -112,7 +79,7 @@ def value_and_grad(
             raise TypeError(f"reshard_after_backward must be a bool, found {reshard_after_backward!r}")
         if state.token.journal is not None:
             state.token.journal.plan(expected_comm(state.layout, sync=sync, phases=phases_of(state)))
-        frame = Frame(state, handling_of(state, sync, reshard_after_backward=reshard_after_backward))
+        frame = Frame(state, handling_of(state, sync, Handling, reshard_after_backward=reshard_after_backward))
         try:
             with torch.enable_grad():
                 out = fn(Params(frame), *batch, **kwargs)
@@ -142,7 +109,7 @@ def evaluate(fn: Callable[..., Any]) -> Callable[..., tuple[Any, HSDPState]]:
         state.token.require("evaluate")
         if state.token.journal is not None:
             state.token.journal.plan(expected_comm(state.layout, backward=False, phases=phases_of(state)))
-        frame = Frame(state, handling_of(state, Sync.NONE), forward_only=True)
+        frame = Frame(state, handling_of(state, Sync.NONE, Handling), forward_only=True)
         try:
             with torch.no_grad():
                 out = fn(Params(frame), *batch, **kwargs)

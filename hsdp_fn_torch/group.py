@@ -20,13 +20,12 @@ from hsdp_fn import (
     MeshSpec,
     OnMesh,
     ParamSpec,
-    ReductionPolicy,
     Replicate,
     UnitState,
     plan_layout,
+    settings,
 )
 from hsdp_fn.layout import Bucket, Layout, Placement, UnitLayout
-from hsdp_fn.policy import MixedPrecisionPolicy
 
 from .backend import TorchBackend
 from .binding import Slot
@@ -42,27 +41,13 @@ Gradients = Sequence[tuple[nn.Parameter, DTensor, str]]
 
 
 @dataclass(slots=True)
-class Settings:
-    """What `fully_shard` was given and setters change.
+class Settings(settings.Settings):
+    """The core's settings, and torch's own.
 
     Attributes:
-        reshard_after_forward: True, False, a group size, or None for True except at the root.
-        mp_policy, reduction: see the core's policies.
-        fused: one collective of a kind for all parameters of one dtype.
-        whole: nothing is sharded (`replicate`).
-        forward_prefetch, backward_prefetch: groups to gather while this one runs; None for the default.
-        last_backward, strict, post_optimizer_event: what a tree of which this group is the root begins with.
+        post_optimizer_event: what a tree of which this group is the root begins with.
     """
 
-    reshard_after_forward: bool | int | None
-    mp_policy: MixedPrecisionPolicy
-    reduction: ReductionPolicy
-    fused: bool = True
-    whole: bool = False
-    forward_prefetch: list[Group] | None = None
-    backward_prefetch: list[Group] | None = None
-    last_backward: bool = True
-    strict: bool = False
     post_optimizer_event: Any = None
 
 

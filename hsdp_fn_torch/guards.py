@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,10 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from hsdp_fn import Layout, MeshSpec, RankMismatchError
-
-from .backend import TorchBackend
 
 _SAMPLES = 1024
 
@@ -49,36 +44,6 @@ def fingerprint(params: Iterable[Tensor]) -> str:
         sample = flat[:: max(1, -(-flat.numel() // _SAMPLES))].contiguous().cpu()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def agree(backend: TorchBackend, layout: Layout, initial: Sequence[Sequence[tuple[MeshSpec, str]]]) -> None:
-    """Do all ranks have the same layout, and had they the same weights when these were sharded? Warns if not the
-    latter. Communicates one short message a rank.
-
-    Args:
-        initial: of each unit, for each of its meshes, the `fingerprint` of the weights there, which that mesh's ranks
-            share; "" where they have changed since, by loading a checkpoint say.
-
-    Raises:
-        RankMismatchError: the layouts differ.
-    """
-    prints = ",".join(text for unit in initial for _, text in unit)
-    answers = {r: m.partition(" ") for r, m in backend.exchange(f"{layout.digest} {prints}").items()}
-    if len(digests := {digest for digest, _, _ in answers.values()}) > 1:
-        raise RankMismatchError(f"ranks have sharded different models or policies: layouts {sorted(digests)}")
-    weights = {rank: iter(found.split(",")) for rank, (_, _, found) in answers.items()}
-    names = []
-    for unit, meshes in zip(layout.units, initial, strict=True):
-        for mesh, _ in meshes:
-            column = {rank: next(found) for rank, found in weights.items()}
-            if len({column.get(rank, "") for rank in mesh.data_parallel_group(backend.rank)} - {""}) > 1:
-                names.append(unit.title)
-    if names:
-        warnings.warn(
-            f"ranks had different weights when units {names} were sharded, and train a mixture of them now. Seed all "
-            f"ranks alike, load a checkpoint, or call broadcast_module before fully_shard",
-            stacklevel=6,
-        )
 
 
 def broadcast_module(module: nn.Module, mesh: DeviceMesh | None = None, *, src: int = 0) -> None:

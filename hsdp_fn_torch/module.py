@@ -1,7 +1,7 @@
 """`HSDPModule`: what a module whose parameters are sharded can do.
 
-Calling the module goes through its tree's frame. Everything else here changes settings, which the frame reads when it
-needs them, or asks the tree.
+Calling the module goes through its tree's frame. Everything else here, and in the core's `Setters`, changes settings,
+which the frame reads when it needs them, or asks the tree.
 
 Methods that take ``recurse`` apply to the modules below as well, unless it is False; the others to this module alone.
 None of the setters communicates (but `set_symm_mem_for_comm`), and all ranks must make the same settings.
@@ -9,23 +9,24 @@ None of the setters communicates (but `set_symm_mem_for_comm`), and all ranks mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import deprecated
 
-from hsdp_fn import HSDPState, Keep, PolicyError, ReductionPolicy, Sync
+from hsdp_fn import HSDPState, PolicyError
 from hsdp_fn import describe as describe_state
+from hsdp_fn.arguments import require_bool
+from hsdp_fn.extending import original_class
+from hsdp_fn.setters import Setters, existing_tree
 
 from .comm import AllGather, ReduceScatter
 from .compiling import not_traced
 from .dtensor import over
 from .group import Group, group_of, groups_of
-from .roots import existing_tree, own_parameters, tree_of
+from .roots import own_parameters, tree_of
 from .state_dict import load_into
 from .tree import Tree
 
@@ -49,15 +50,12 @@ else:
     _Base = object  # the other base is the module's class
 
 
-class HSDPModule(_Base):
+class HSDPModule(Setters, _Base):
     """What `fully_shard` makes of a module's class."""
-
-    _original_at = 2  # where the original class stands in the order of bases
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing from the extended class (slicing a Sequential does) gives an ordinary module."""
-        original: Any = cls.__mro__[cls._original_at]
-        return original(*args, **kwargs)
+        return original_class(cls, HSDPModule)(*args, **kwargs)
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,63 +70,8 @@ class HSDPModule(_Base):
             f"before fully_shard"
         )
 
-    # -- the state ----------------------------------------------------------------------------------------------
-
-    @property
-    def hsdp_state(self) -> HSDPState:
-        """The explicit state of the whole tree: the committed one, or the units as they stand while an iteration is
-        under way. Exists from the first forward on."""
-        return existing_tree(self).state
-
-    def describe(self) -> str:
-        """The state as a table, for people."""
-        return describe_state(self.hsdp_state)
-
-    def reset_iter_state(self, recursive: bool = True, *, keep: Keep = Keep.NOTHING) -> None:
-        """Back to before the iteration, after an exception or at any moment: waits for what is in flight, reshards, and
-        drops the gradients that earlier microbatches have held back. ``.grad`` that they have given stays.
-
-        Args:
-            recursive: must be True; the state is the whole tree's.
-            keep: ``Keep.ACCUMULATED`` keeps what earlier microbatches have held back, so that only the one that failed
-                has to be run again.
-
-        Raises:
-            RuntimeError: not called on the root.
-        """
-        require_bool("recursive", recursive)
-        if not recursive:
-            raise PolicyError("reset_iter_state resets the whole tree; recursive=False isn't possible")
-        tree: Tree | None = self.__dict__.get("_hsdp_tree")
-        if self.__dict__.get("_hsdp_inner") is not None or (tree is not None and tree.root is not self):
-            raise RuntimeError("reset_iter_state must be called on the root module")
-        if not isinstance(keep, Keep):
-            raise PolicyError(f"keep must be a Keep (NOTHING or ACCUMULATED), found {keep!r}")
-        if tree is not None:
-            tree.reset(keep)
-
-    def finish_accumulation(self) -> None:
-        """Reduce what microbatches have held back (without gradient sync, or without all-reduce) and add it to
-        ``.grad``, where no backward with sync follows that would do it. Without effect where nothing is held, except
-        that with `set_reduce_scatter_unused_params` all units take part, and parameters without gradient get zeros.
-
-        Communicates: what such a backward would, for the units that hold something. Of the root.
-
-        Raises:
-            PhaseError: inside a forward or backward. RuntimeError: not called on the root.
-        """
-        tree: Tree | None = self.__dict__.get("_hsdp_tree")
-        if self.__dict__.get("_hsdp_inner") is not None or (tree is not None and tree.root is not self):
-            raise RuntimeError("finish_accumulation must be called on the root module")
-        if tree is not None and tree.groups:
-            tree.finish_accumulation()
-
-    def set_strict_iterations(self, strict: bool = True) -> None:
-        """Whether a backward that stopped in the middle has to be answered by `reset_iter_state`: the next forward,
-        state dict or look at the parameters raises RuntimeError until then. By default it is undone with a warning. Of
-        the root."""
-        require_bool("strict", strict)
-        self._tree_or_settings().strict = strict
+    def _hsdp_groups(self, recurse: bool) -> list[Group]:
+        return groups_of(self, recurse)
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -195,55 +138,6 @@ class HSDPModule(_Base):
 
     # -- when to communicate ------------------------------------------------------------------------------------
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward communicates gradients. False accumulates them whole (``Sync.NONE``): each rank keeps the
-        gradient of all parameters until the next backward that does."""
-        require_bool("requires_gradient_sync", requires_gradient_sync)
-        for group in groups_of(self, recurse):
-            group.handling.sync = Sync.FULL if requires_gradient_sync else Sync.NONE
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over the replicate axis. False keeps reduce-scattered sums (``Sync.SHARD``).
-        Without a replicate axis there is nothing to switch."""
-        require_bool("requires_all_reduce", requires_all_reduce)
-        for group in groups_of(self, recurse):
-            if group.hybrid and group.handling.sync is not Sync.NONE:
-                group.handling.sync = Sync.FULL if requires_all_reduce else Sync.SHARD
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after forward, overriding the root's default."""
-        require_bool("reshard_after_forward", reshard_after_forward)
-        for group in groups_of(self, recurse):
-            group.settings.reshard_after_forward = reshard_after_forward
-            group.handling.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after backward. False saves the next microbatch's gather."""
-        require_bool("reshard_after_backward", reshard_after_backward)
-        for group in groups_of(self, recurse):
-            group.handling.reshard_after_backward = reshard_after_backward
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this module again. With False (for an embedding, say) it is gathered only if
-        autograd needs a parameter after all."""
-        require_bool("unshard_in_backward", unshard_in_backward)
-        group_of(self).handling.unshard_in_backward = unshard_in_backward
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether further backwards of the same iteration follow the next one. If so, what was gathered for them
-        already stays gathered. (Gradients are complete after every backward; there is nothing else to put off.)"""
-        require_bool("is_last_backward", is_last_backward)
-        self._tree_or_settings().last_backward = is_last_backward
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
-        """Start gathering these as soon as this module's parameters are there in forward, instead of the one that ran
-        next the last time. Each costs its unsharded parameters of memory."""
-        self._set_prefetch("forward_prefetch", modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
-        """The same for backward, instead of the one that ran before this in forward."""
-        self._set_prefetch("backward_prefetch", modules)
-
     def set_post_optim_event(self, event: Any) -> None:
         """The next root forward's gathers come after this event (recorded after the optimizer's step), once."""
         if not (hasattr(event, "wait") and hasattr(event, "record")):
@@ -251,48 +145,6 @@ class HSDPModule(_Base):
         self._tree_or_settings().post_optimizer_event = event
 
     # -- what the gradients are ---------------------------------------------------------------------------------
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this module's gradients by ``factor`` instead of the number of data-parallel ranks. 1.0: a sum."""
-        settings = group_of(self).settings
-        r = settings.reduction
-        settings.reduction = ReductionPolicy(r.op, factor, r.scaling_factor, r.unused)
-
-    @deprecated("Use set_gradient_divide_factor")
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """`set_gradient_divide_factor`, by its older name."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_gradient_scaling_factor(self, factor: float | Tensor | None = None) -> None:
-        """Multiply this module's reduced gradients by a positive number, once, after the division. None: don't."""
-        number: Any = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
-        settings = group_of(self).settings
-        r = settings.reduction
-        settings.reduction = ReductionPolicy(r.op, r.divide_factor, number, r.unused)
-
-    def set_reduce_op_type(self, op: str, recurse: bool = True) -> None:
-        """``"avg"`` or ``"sum"`` over the data-parallel ranks. A divide factor goes before either."""
-        name = op.strip().lower() if isinstance(op, str) else op
-        ReductionPolicy(name)
-        for group in groups_of(self, recurse):
-            r = group.settings.reduction
-            group.settings.reduction = ReductionPolicy(name, r.divide_factor, r.scaling_factor, r.unused)
-
-    def set_check_unused_params(self, check: bool = True, *, recurse: bool = True) -> None:
-        """Compare before each reduction which parameters have gradients on which ranks, and raise RankMismatchError on
-        all if these differ. Communicates one short message a rank and unit in each backward: for debugging."""
-        require_bool("check", check)
-        for group in groups_of(self, recurse):
-            group.settings.reduction = replace(group.settings.reduction, unused="checked" if check else "none")
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether a trainable parameter without a gradient counts as one of zeros, so that ranks may use different
-        parameters. Otherwise its ``.grad`` stays None."""
-        require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in groups_of(self, recurse):
-            r = group.settings.reduction
-            unused = "zeros" if reduce_scatter_unused_params else "none"
-            group.settings.reduction = ReductionPolicy(r.op, r.divide_factor, r.scaling_factor, unused)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, *, stream: Any = None) -> None:
         """Let ``hook`` edit this module's reduced gradient in place, as one flat tensor a dtype, before it becomes
@@ -314,28 +166,11 @@ class HSDPModule(_Base):
         """Reduce-scatter this module's gradients with the user's object; see `hsdp_fn_torch.comm.ReduceScatter`."""
         group_of(self).comm.set_reduce_scatter(comm)
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight, each holding a unit's whole gradient. More never changes numbers.
-
-        Raises:
-            TypeError: not an int; ValueError: below 1.
-        """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, found {max_input_buffers!r}")
-        if max_input_buffers < 1:
-            raise PolicyError(f"max_input_buffers must be at least 1, found {max_input_buffers}")
-        for group in groups_of(self, recurse):
-            group.handling.max_reductions = max_input_buffers
-
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reduce-scatters a process group of their own, one for all modules that share their ranks."""
         require_bool("enable", enable)
         for group in groups_of(self, recurse):
             group.comm.set_separate_reduce_scatter_group(enable)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted: reductions always are sums, scaled afterwards by one multiplication (all that gloo and HCCL do)."""
-        require_bool("enable", enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take communication buffers from the process group's allocator, where it has one.
@@ -357,28 +192,6 @@ class HSDPModule(_Base):
         ranks = group.backend.group(group.data.spec, group.data.spec.shard)
         group.comm.set_symm_mem(ranks, group.backend.device, backend)
 
-    def _tree_or_settings(self) -> Any:
-        """Who keeps what concerns the whole tree: before there is one, the settings of its root to be."""
-        tree = self.__dict__.get("_hsdp_tree")
-        return tree if tree is not None else group_of(self).settings
-
-    def _set_prefetch(self, which: str, modules: Sequence[HSDPModule]) -> None:
-        if not isinstance(modules, (list, tuple)):
-            raise PolicyError(f"expected a list of HSDPModules to prefetch, found {modules!r}")
-        for module in modules:
-            if not isinstance(module, HSDPModule):
-                raise PolicyError(f"can prefetch HSDPModules only, found {type(module).__name__}: {module!r}")
-        group, tree = group_of(self), self.__dict__.get("_hsdp_tree")
-        before = getattr(group.settings, which)
-        setattr(group.settings, which, [group_of(m) for m in modules] if modules else None)
-        if tree is not None:
-            try:
-                tree.arrange()
-            except ValueError:
-                setattr(group.settings, which, before)
-                tree.arrange()
-                raise
-
 
 def describe(what: nn.Module | HSDPState) -> str:
     """An explicit state as a table, for people; of a sharded module, its tree's.
@@ -387,9 +200,3 @@ def describe(what: nn.Module | HSDPState) -> str:
         RuntimeError: the module hasn't run yet.
     """
     return describe_state(what if isinstance(what, HSDPState) else existing_tree(what).state)
-
-
-def require_bool(name: str, value: object) -> None:
-    """Raises PolicyError (a ValueError) unless it is one."""
-    if not isinstance(value, bool):
-        raise PolicyError(f"{name} must be a bool, found {value!r}")

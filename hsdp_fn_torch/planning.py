@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard as TorchShard
 
-from hsdp_fn import ROOT, MeshError, MeshSpec, OffloadPolicy, OnMesh, ParamSpec, Replicate, Shard, UnitSpec, plan_layout
+from hsdp_fn import MeshError, MeshSpec, OffloadPolicy, Replicate, Shard, settings
 from hsdp_fn.layout import Layout, Placement
+from hsdp_fn.settings import GroupPlan
 
 from .mesh import DataMesh, ShardPlacementResult, data_mesh_of
 
@@ -21,27 +22,18 @@ ShardPlacementFn = Callable[[nn.Parameter], TorchShard | ShardPlacementResult | 
 
 def plan_groups(root: nn.Module, groups: Sequence[Group], mesh: MeshSpec, offload: OffloadPolicy) -> Layout:
     """One layout of all groups below a root, with names as seen from there. Does not communicate."""
-    specs: list[ParamSpec] = []
-    units: list[UnitSpec] = []
-    wanted: dict[str, Placement | OnMesh] = {}
     paths = {id(m): name for name, m in root.named_modules()}
-    for group in groups:
-        mine = group.specs(root)
-        specs += mine
-        wanted.update(zip((s.name for s in mine), group.wanted, strict=True))
-        settings = group.settings
-        units.append(
-            UnitSpec(
-                min((paths.get(id(m), "(removed)") for m in group.modules), key=lambda n: (n != ROOT,)),
-                tuple(n for s in mine for n in (s.name, *s.aliases)),
-                settings.reshard_after_forward,
-                settings.mp_policy,
-                settings.reduction,
-                settings.fused,
-                group.data.spec,
-            )
+    plans = [
+        GroupPlan(
+            [paths.get(id(m), "(removed)") for m in group.modules],
+            group.specs(root),
+            group.wanted,
+            group.settings,
+            group.data.spec,
         )
-    return plan_layout(specs, mesh, units, offload_policy=offload, placement_fn=lambda spec: wanted[spec.name])
+        for group in groups
+    ]
+    return settings.plan_groups(plans, mesh, offload)
 
 
 def placement_of(

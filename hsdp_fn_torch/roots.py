@@ -36,18 +36,6 @@ def tree_of(module: Any, *, outermost: bool = False) -> Tree:
     return tree
 
 
-def existing_tree(module: Any) -> Tree:
-    """The tree that the module belongs to.
-
-    Raises:
-        RuntimeError: there is none yet.
-    """
-    tree: Tree | None = module.__dict__.get("_hsdp_tree")
-    if tree is None:
-        raise RuntimeError("the state exists from the root's first forward on")
-    return tree
-
-
 def own_parameters(module: Any) -> AbstractContextManager[None]:
     """`Tree.own_parameters` of the module's tree, if it has one."""
     tree: Tree | None = module.__dict__.get("_hsdp_tree")

@@ -25,7 +25,9 @@ from hsdp_fn import (
     UnitState,
 )
 from hsdp_fn import unit as on_unit
+from hsdp_fn.agreement import agree
 from hsdp_fn.layout import Layout
+from hsdp_fn.rollback import Rollback, without_full
 from hsdp_fn.schedule import Log
 from hsdp_fn.state import Token
 
@@ -35,9 +37,7 @@ from .casting import casting
 from .frame import Frame
 from .gather import plainly
 from .group import Gradients, Group, deliver, hooked, same_memory
-from .guards import agree
 from .planning import plan_groups
-from .rollback import Rollback, without_full
 
 _GATHERING, _UNSHARDED = ParamPhase.GATHERING, ParamPhase.UNSHARDED
 
@@ -53,6 +53,12 @@ class Tree(Rollback):
         RankMismatchError: ranks have different layouts. Communicates one short message a rank; then makes the process
             groups that aren't there yet.
     """
+
+    backend: TorchBackend
+    groups: Sequence[Group]
+    tables: Tables
+    frame: Frame | None
+    _last: Frame | None
 
     def __init__(self, root: nn.Module, groups: Sequence[Group]) -> None:
         self.root = root
@@ -370,6 +376,14 @@ class Tree(Rollback):
                 for way, sync in zip(ways, syncs, strict=True):
                     way.sync = sync
 
+    def hooked(self, gradients: Gradients) -> Gradients:
+        """See `Rollback.hooked`."""
+        return hooked(gradients)
+
+    def deliver(self, gradients: Gradients) -> None:
+        """See `Rollback.deliver`."""
+        deliver(gradients)
+
     def _backward_ends(self, micro: int = 1) -> None:
         """Commit, and give the gradients to the parameters. The frame goes on if graphs are left. If anything raises
         before the commit, the backward has stopped, like one that has raised elsewhere.
@@ -389,7 +403,7 @@ class Tree(Rollback):
             plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
             gradients: Gradients = [p for group, plan, unit in plans for p in group.gradients(unit, plan)]
             if self._attempt is None:
-                gradients = hooked(gradients)
+                gradients = self.hooked(gradients)
         except BaseException:
             frame.in_backward, frame.end = True, None
             raise
@@ -401,7 +415,7 @@ class Tree(Rollback):
         else:
             self._rest(frame.rest())
         if self._attempt is None:
-            deliver(gradients)
+            self.deliver(gradients)
         else:
             self._attempt[2].append(gradients)
 

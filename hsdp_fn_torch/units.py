@@ -12,13 +12,13 @@ from torch import Tensor
 
 from hsdp_fn import HSDPState, PhaseError
 from hsdp_fn import unit as on_unit
+from hsdp_fn.order import Order
 from hsdp_fn.schedule import Log
 from hsdp_fn.state import Token
 
 from .backend import TorchBackend, torch_backend
 from .binding import Tables
 from .dtensor import presented
-from .order import Order
 from .use import Handling, Use
 
 

@@ -10,43 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hsdp_fn import HSDPState, Sync, UnitState
+from hsdp_fn import UnitState
+from hsdp_fn.handling import Handling as AnyHandling
 from hsdp_fn.layout import UnitLayout
 
 from .dtensor import Standing, absorbed, presented
 
 
 @dataclass(slots=True, eq=False)
-class Handling:
-    """How a frame treats one unit. Read whenever it matters, so that the facade's setters take effect at once.
+class Handling(AnyHandling):
+    """How a frame treats one unit, see `hsdp_fn.handling`.
 
     Attributes:
-        sync: how far backward reduces its gradients.
-        reshard_after_forward: free its full parameters when it has run. An int: keep them over groups of so many ranks.
-        reshard_after_backward: free them when a backward has ended.
-        unshard_in_backward: gather it when gradients reach its output. Without, it is gathered only if autograd asks
-            for a parameter it has saved.
-        forward_prefetch, backward_prefetch: units to start gathering when this one runs; None: the frame's default.
-        max_reductions: reductions that may be in flight when this unit's starts, its own included.
         standings: what the full parameters are in the modules, where these are DTensors of tensor parallelism.
     """
 
-    sync: Sync = Sync.FULL
-    reshard_after_forward: bool | int = True
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    forward_prefetch: tuple[int, ...] | None = None
-    backward_prefetch: tuple[int, ...] | None = None
-    max_reductions: int = 1
     standings: Sequence[Standing] | None = None
-
-
-def handling_of(state: HSDPState, sync: Sync, *, reshard_after_backward: bool = True) -> list[Handling]:
-    """As the layout says; units that come gathered stay so through forward."""
-    return [
-        Handling(sync, False if isinstance(unit.full, tuple) else plan.reshard_after_forward, reshard_after_backward)
-        for plan, unit in zip(state.layout.units, state.units, strict=True)
-    ]
 
 
 @dataclass(slots=True, eq=False)

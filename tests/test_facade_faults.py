@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hsdp_fn import PhaseError, expected_comm
+from hsdp_fn.arguments import offload_policy_of
 from hsdp_fn_torch import CPUOffloadPolicy, fully_shard
-from hsdp_fn_torch.facade import _offload_policy
 from tests.workers_facade import OURS, Boom, chain, data, full, mean_square, shard_blocks
 from tests.workers_torch import close, equal, fsdp_mesh, hsdp_mesh, on_ranks
 
@@ -252,8 +252,8 @@ def test_a_module_twice_in_one_list_is_refused(rank, world):
 def test_torchs_own_policies_are_taken():
     import torch.distributed.fsdp as theirs
 
-    assert _offload_policy(theirs.CPUOffloadPolicy(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
-    assert type(_offload_policy(theirs.OffloadPolicy())).__name__ == "OffloadPolicy"
+    assert offload_policy_of(theirs.CPUOffloadPolicy(pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
+    assert type(offload_policy_of(theirs.OffloadPolicy())).__name__ == "OffloadPolicy"
 
 
 @on_ranks(2)

@@ -259,7 +259,7 @@ def test_norms_in_full_precision(rank, world):
         whole = api.MixedPrecisionPolicy(param_dtype=F32, output_dtype=BF16)
         for norm in (model.batch, model.layer):
             api.fully_shard(norm, mesh=mesh, mp_policy=whole)
-            norm.register_forward_pre_hook(lambda m, args: seen.append((type(m).__mro__[2].__name__, args[0].dtype)))
+            norm.register_forward_pre_hook(lambda m, args: seen.append((type(m).__bases__[1].__name__, args[0].dtype)))
             norm.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype,)))
         trace = train(api.fully_shard(model, mesh=mesh, mp_policy=half), rank, steps=3)
         trace.note("running mean", model.batch.running_mean.clone())

@@ -14,24 +14,28 @@ from hsdp_fn import (
     HSDPState,
     MixedPrecisionPolicy,
     ParamPhase,
+    PhaseError,
     PrefetchPolicy,
     ReductionPolicy,
     Replicate,
     Shard,
     Sync,
     UnitSpec,
+    apply_updates,
     clone,
     expected_comm,
     grads,
     masters,
     microbatches,
     reset_iter,
+    shard,
     unshard,
 )
 from hsdp_fn.state import phases_of
 from tests.ms.pool import on_ranks
 from tests.ms.workers import (
     LAYERS,
+    Block,
     Chain,
     Plain,
     Single,
@@ -127,6 +131,46 @@ def test_microbatches_of_any_sync_give_the_gradient_of_their_sum(rank, world, ki
         {n: array(g) for n, g in found.items()},
         local_rows(state, {n: g * len(everything) for n, g in expected.items()}),
     )
+
+
+@pytest.mark.parametrize("block", [Plain, Block])
+@pytest.mark.parametrize("gathered", [True, False])
+@on_ranks(2)
+def test_units_may_stay_gathered_between_the_microbatches_of_a_step(rank, world, gathered, block):
+    cell = fill(Chain(block))
+    state = start(cell, "shard", world)
+    step, twin = step_of(cell), clone(state)
+    own = {p.name: p.asnumpy().copy() for p in cell.get_parameters()}
+    if gathered:
+        state = unshard(state)
+    for i, sync in enumerate(microbatches(3)):
+        before = len(state.ledger)
+        (_, _), state = step(state, *batch(rank, i), sync=sync, reshard_after_backward=sync is Sync.FULL)
+        (_, _), twin = step(twin, *batch(rank, i), sync=sync)
+        gathers = [c.op for c in state.ledger[before:]].count("all_gather")
+        assert gathers == (0 if gathered or i else 2 * len(LAYERS) + 1)
+        phases = {unit.params_phase for unit in state.units}
+        assert phases == {ParamPhase.SHARDED if sync is Sync.FULL else ParamPhase.UNSHARDED}
+        for p in cell.get_parameters():
+            np.testing.assert_array_equal(p.asnumpy(), own[p.name])
+    (state, found), (twin, expected) = grads(state), grads(twin)
+    assert found.keys() == expected.keys() == own.keys()
+    for name in found:
+        np.testing.assert_array_equal(array(found[name]), array(expected[name]), name)
+
+
+@on_ranks(2)
+def test_what_stays_gathered_doesnt_outlive_an_update(rank, world):
+    cell = fill(Chain(Plain))
+    state, step = start(cell, "shard", world), step_of(cell)
+    with pytest.raises(TypeError, match="reshard_after_backward must be a bool, found 0"):
+        step(state, *batch(rank, 0), reshard_after_backward=0)
+    (_, _), state = step(state, *batch(rank, 0), reshard_after_backward=False)
+    state, _ = grads(state)
+    with pytest.raises(PhaseError, match="full parameters of the old values would outlive the update"):
+        apply_updates(state, masters(state))
+    state = shard(state)
+    apply_updates(state, masters(state))
 
 
 @on_ranks(2)

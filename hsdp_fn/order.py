@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hsdp_fn import Layout
-
-from .use import Handling, Use
+from .handling import Handling
+from .layout import Layout
+from .reducer import Reducing
 
 _PASSES = 256  # remembered; a backward of an older one gathers nothing ahead
 
@@ -75,7 +75,7 @@ class Order:
         self.at = number
         self.reached.add(number)
 
-    def before(self, index: int, number: int, uses: Sequence[Use]) -> Iterable[int]:
+    def before(self, index: int, number: int, uses: Sequence[Reducing]) -> Iterable[int]:
         """A unit begins its backward of a pass. Units to start gathering."""
         explicit = self._handling[index].backward_prefetch
         if explicit is not None:

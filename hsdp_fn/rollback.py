@@ -7,18 +7,96 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any, Protocol
 
-from hsdp_fn import HSDPState, Keep, ParamPhase, UnitState
-from hsdp_fn import unit as on_unit
-from hsdp_fn.schedule import Journal
-from hsdp_fn.state import Token
+from . import unit as on_unit
+from .backend import RankBackend
+from .handling import Handling
+from .layout import Layout
+from .lifecycle import ParamPhase
+from .policy import Keep, ReductionPolicy
+from .schedule import Journal, Log
+from .state import HSDPState, Token, UnitState
 
-from .backend import TorchBackend
-from .binding import Tables
-from .frame import Frame
-from .group import Gradients, Group
+#: Parameters with what is to be added to their gradients, and the attribute that it is for.
+Gradients = Sequence[tuple[Any, Any, str]]
+
+
+class RollbackFrame(Protocol):
+    """A frame: forwards and backwards in progress.
+
+    Attributes:
+        in_backward: a backward has begun, and hasn't ended.
+        reached: the unit that backward came to last.
+        log: the collectives issued.
+    """
+
+    in_backward: bool
+    reached: int | None
+    layout: Layout
+    log: Log
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a backward has begun, and has raised before its end."""
+        ...
+
+    def snapshot(self) -> HSDPState:
+        """The units as they stand."""
+        ...
+
+    def abort(self) -> None:
+        """Wait for what is in flight and forget the frame."""
+        ...
+
+
+class RollbackTables(Protocol):
+    """Where modules keep the parameters of the units."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether full parameters stand anywhere."""
+        ...
+
+    def own(self) -> AbstractContextManager[None]:
+        """Inside, every module has its own parameters."""
+        ...
+
+    def disconnect(self) -> None:
+        """Every module has its own parameters again."""
+        ...
+
+
+class RollbackSettings(Protocol):
+    """What users have set for a unit."""
+
+    reduction: ReductionPolicy
+
+
+class RollbackGroup(Protocol):
+    """A unit of the facade.
+
+    Attributes:
+        to_run: modules that have yet to run in this pass through it.
+    """
+
+    to_run: set[int]
+
+    @property
+    def handling(self) -> Handling:
+        """How frames treat it."""
+        ...
+
+    @property
+    def settings(self) -> RollbackSettings:
+        """What users have set."""
+        ...
+
+    def unit_backend(self) -> RankBackend:
+        """What it communicates with."""
+        ...
 
 
 class Rollback(ABC):
@@ -35,13 +113,18 @@ class Rollback(ABC):
         strict: a backward that stopped has to be answered by `reset`.
     """
 
+    backend: RankBackend
+    groups: Sequence[RollbackGroup]
+    tables: RollbackTables
     committed: HSDPState
+    frame: RollbackFrame | None
+    _last: RollbackFrame | None
 
-    def __init__(self, backend: TorchBackend, groups: Sequence[Group], tables: Tables) -> None:
+    def __init__(self, backend: RankBackend, groups: Sequence[RollbackGroup], tables: RollbackTables) -> None:
         self.backend, self.groups, self.tables = backend, groups, tables
-        self.frame: Frame | None = None
+        self.frame = None
         self.strict = False
-        self._last: Frame | None = None  # the frame that rests; graphs of it may wake it
+        self._last = None  # the frame that rests; graphs of it may wake it
         self._attempt: tuple[Journal, HSDPState, list[Gradients]] | None = None  # and its start, and gradients
         self._calls = 0  # of the tree's modules, one inside the other
 
@@ -144,6 +227,14 @@ class Rollback(ABC):
     @abstractmethod
     def _begin_frame(self) -> None:
         """Make ready for a forward: the committed state is up to date afterwards."""
+
+    @abstractmethod
+    def hooked(self, gradients: Gradients) -> Gradients:
+        """Gradients as the parameters' own hooks make them. These run before anything is added."""
+
+    @abstractmethod
+    def deliver(self, gradients: Gradients) -> None:
+        """Add finished gradients, after `hooked`, to those that the parameters have."""
 
     @contextmanager
     def own_parameters(self) -> Iterator[None]:

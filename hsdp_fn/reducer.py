@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from torch import Tensor
+from . import unit as on_unit
+from .backend import Backend, Tensor
+from .errors import RankMismatchError
+from .handling import Handling
+from .layout import Layout
+from .policy import Sync
+from .schedule import Log
+from .state import UnitState
 
-from hsdp_fn import Layout, RankMismatchError, Sync
-from hsdp_fn import unit as on_unit
-from hsdp_fn.schedule import Log
 
-from .backend import TorchBackend
-from .use import Handling, Use
+class Reducing(Protocol):
+    """What a frame keeps of a unit, as far as reductions are concerned.
+
+    Attributes:
+        state: the unit's state as it moves.
+        reduced: gradients of the present backward have been handed on.
+    """
+
+    state: UnitState
+    reduced: bool
 
 
 class Reducer:
@@ -27,11 +40,11 @@ class Reducer:
     def __init__(
         self,
         layout: Layout,
-        uses: list[Use],
+        uses: Sequence[Reducing],
         handling: Sequence[Handling],
-        backends: Sequence[TorchBackend],
+        backends: Sequence[Backend],
         log: Log,
-        backend: TorchBackend,
+        backend: Backend,
     ) -> None:
         self._layout, self._backend = layout, backend
         self._uses, self._handling, self._backends, self._log = uses, handling, backends, log
@@ -99,8 +112,3 @@ class Reducer:
                 + ". Use them on all ranks, or reduce zeros for those that aren't used (unused='zeros', "
                 "set_reduce_scatter_unused_params)"
             )
-
-    def finish(self) -> None:
-        """Nothing is in flight afterwards."""
-        while self._flight:
-            self.advance()

@@ -1,0 +1,456 @@
+"""The root's cell of state: the committed state of all units of a model, and the frame that is running.
+
+Calls of sharded cells go through here. Each outermost call is a *pass*: it begins with a node of autograd that has the
+sharded parameters as its inputs, and on which every unit's node hangs. Backward comes to that node last, so that its
+own backward is the end: the frame is committed there, and the finished gradients are what the node returns for the
+parameters. An exception leaves the committed state as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+from mindspore.graph.api import _pynative_executor
+
+from hsdp_fn import HSDPState, LayoutError, PhaseError, Sync, UnitState, clone
+from hsdp_fn import unit as on_unit
+from hsdp_fn.agreement import agree
+from hsdp_fn.layout import Layout
+from hsdp_fn.policy import Keep
+from hsdp_fn.rollback import Gradients, Rollback, without_full
+from hsdp_fn.schedule import Log
+from hsdp_fn.settings import GroupPlan, plan_groups
+from hsdp_fn.state import Token
+
+from . import compat
+from .backend import MSBackend
+from .binding import Tables, named_cells, require_plain
+from .casting import casting
+from .frame import Frame
+from .gather import begin_graph
+from .group import Group, deliver, group_of, groups_of, hooked
+from .use import Pass
+
+
+class Tree(Rollback):
+    """All groups at and below one cell, which is the first of them to run.
+
+    Args:
+        root: that cell.
+        groups: its groups, the root's first, then in the order of its cells.
+
+    Raises:
+        RankMismatchError: ranks have different layouts. Communicates one short message a rank; then makes the process
+            groups that aren't there yet.
+        LayoutError: a rank would hold no row of any trainable parameter.
+        NotImplementedError: a cell that would lose gradients, see `binding.require_plain`.
+    """
+
+    backend: MSBackend
+    groups: Sequence[Group]
+    tables: Tables
+    frame: Frame | None
+
+    def __init__(self, root: nn.Cell, groups: Sequence[Group]) -> None:
+        require_plain(root)
+        self.root = root
+        self._all = list(groups)
+        own = [g for g in groups if g.layout is not None]
+        super().__init__(groups[0].backend, own, Tables([g.slots for g in own]))
+        self.indices = {id(g): i for i, g in enumerate(self.groups)}
+        self.last_backward, self.strict = groups[0].settings.last_backward, groups[0].settings.strict
+        self._followers: dict[int, int] = {}
+        self.arrange()
+        self._facts: list[object] = [g.facts() for g in self.groups]
+        if not self.groups:
+            return  # nothing to shard: `run` only calls
+        layout = self._plan()
+        _require_rows(layout, self.backend)
+        initial = []
+        for group, plan in zip(self.groups, layout.units, strict=True):
+            assert group.unit is not None
+            initial.append([(group.spec, "" if group.changed(plan, group.unit) else group.initial)])
+        agree(self.backend, layout, initial)
+        self.backend.prepare(layout)
+        units = []
+        for group, plan in zip(self.groups, layout.units, strict=True):
+            assert group.unit is not None
+            units.append(UnitState(plan.name, group.unit.master))
+            group.unit = None
+        self.committed = HSDPState(tuple(units), layout, self.backend, 0, 0, (), Token())
+
+    def arrange(self) -> None:
+        """Work out what settings mean in this tree: the root's default, prefetch lists. Called again when they change.
+
+        Raises:
+            ValueError: a prefetch list names a cell of another tree.
+        """
+        for group in self._all:
+            s, way = group.settings, group.handling
+            default = not any(m is self.root for m in group.modules)
+            way.reshard_after_forward = default if s.reshard_after_forward is None else s.reshard_after_forward
+            way.forward_prefetch = self._indices(s.forward_prefetch)
+            way.backward_prefetch = self._indices(s.backward_prefetch)
+
+    def _indices(self, groups: Sequence[Group] | None) -> tuple[int, ...] | None:
+        if groups is None:
+            return None
+        strangers = [type(g.modules[0]).__name__ for g in groups if g.layout is not None and id(g) not in self.indices]
+        if strangers:
+            raise ValueError(f"modules to prefetch must belong to the same root module; {strangers} don't")
+        return tuple([self.indices[id(g)] for g in groups if g.layout is not None])
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def run(self, group: Group, cell: nn.Cell, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A call of one of the group's cells, as part of the frame."""
+        if not self.groups:
+            return casting(group.settings.mp_policy, call, args, kwargs)
+        outermost = self._calls == 0
+        if outermost:
+            frame = self._begin_pass()
+        else:
+            assert self.frame is not None
+            frame = self.frame
+        self._calls += 1
+        try:
+            if group.layout is None:
+                return casting(group.settings.mp_policy, call, args, kwargs)
+            return frame.run(self.indices[id(group)], call, args, kwargs, final=group.runs(cell))
+        except BaseException:
+            if outermost:
+                self.drop()
+            raise
+        finally:
+            self._calls -= 1
+            if outermost and self.frame is frame:
+                self._pass_ends(frame, whole=cell is self.root)
+
+    def unshard(self, group: Group, *, wait: bool) -> None:
+        """Gather a group by hand. Communicates: its all-gathers, unless it is there."""
+        frame, index = self._begin_pass() if self._calls == 0 else self.frame, self.indices[id(group)]
+        assert frame is not None
+        if wait:
+            frame.hold(index)
+        else:
+            frame.start_unshard(index)
+        if self._calls == 0:
+            frame.end_pass(whole=False)
+
+    def finish_unshard(self, group: Group) -> None:
+        """Wait for a gather that was started by hand, if it is still under way."""
+        index = self.indices[id(group)]
+        if self.frame is not None and self.frame.uses[index].kept:
+            self.unshard(group, wait=True)
+
+    def reshard(self, group: Group) -> None:
+        """Free a group's full parameters, if they are there."""
+        index, s = self.indices[id(group)], self.committed
+        if self.frame is not None:
+            self.frame.reshard(index)
+        units = tuple([on_unit.reshard(u) if i == index else u for i, u in enumerate(s.units)])
+        self.committed = HSDPState(units, s.layout, s.backend, s.step, s.micro, s.ledger, s.token)
+
+    def up_to_date(self) -> HSDPState:
+        """A copy of the committed state, with masters of the parameters' present values."""
+        if self.running:
+            raise PhaseError("inside a forward or backward; ask afterwards")
+        self._begin_frame()
+        return clone(self.committed)
+
+    # -- frames -------------------------------------------------------------------------------------------------
+
+    def _begin_frame(self) -> None:
+        self.committed = self._running().snapshot()
+
+    def _begin_pass(self) -> Frame:
+        """An outermost call begins."""
+        frame = self._running()
+        compat.record()
+        now = frame.begin_pass()
+        if _pynative_executor.requires_grad() and (params := self._differentiated()):
+            now.anchor = begin_graph(_End(self, now, params), params)
+        return frame
+
+    def _pass_ends(self, frame: Frame, *, whole: bool) -> None:
+        """The outermost call has returned."""
+        if whole:
+            for index, group in enumerate(self.groups):
+                if group.to_run:  # only some of its cells ran
+                    group.to_run.clear()
+                    frame.complete(index)
+        frame.end_pass(whole=whole)
+        with ms._no_grad():
+            self.backend.catch_up()
+
+    def _running(self) -> Frame:
+        """The frame to go on with, or a new one, over what the parameters are now."""
+        self.undo_failed_backward()
+        if self.frame is not None and self.frame.in_backward:  # of inputs alone: nobody told of its end
+            self.drop()
+        facts: list[object] = [g.facts() for g in self.groups]
+        layout = self._plan_again() if facts != self._facts else None
+        with ms._no_grad():
+            changed = self._changed()
+            if layout is not None:
+                self.drop()
+                self._facts = facts
+            self._follow(layout, changed)
+            frame = self.frame
+            if frame is None:
+                frame = self.frame = Frame(
+                    self.committed,
+                    [g.handling for g in self.groups],
+                    backends=[g.unit_backend() for g in self.groups],
+                    tables=self.tables,
+                    followers=self._followers,
+                    on_backward=self._backward_begins,
+                )
+            elif self._calls == 0:
+                self._freshen(frame, changed)
+        frame.follow([g.settings.reduction for g in self.groups])
+        frame.log.journal = self._journal
+        return frame
+
+    def _freshen(self, frame: Frame, changed: Sequence[int]) -> None:
+        """Gathers must be the same on all ranks. So each pass gathers what wasn't gathered by hand or kept on purpose;
+        and that, too, if any rank's parameters have changed since, which all ranks are asked for then."""
+        if any(use.kept for use in frame.uses):
+            everybody = len(self.backend.spec.data_parallel_group(self.backend.rank))
+            stale = self.backend.votes(not changed) < everybody
+        else:
+            stale = bool(changed)
+        if stale:
+            frame.outdate()
+        for index, use in enumerate(frame.uses):
+            if not use.kept:
+                frame.reshard(index)
+        state = frame.snapshot()
+        units = [
+            UnitState(u.name, c.master, u.full, u.acc_full, u.acc_partial, u.reducing, u.grad)
+            for u, c in zip(state.units, self.committed.units, strict=True)
+        ]
+        s = self.committed
+        self.committed = HSDPState(tuple(units), s.layout, s.backend, s.step, s.micro, (), Token())
+        frame.resume(self.committed)
+
+    def _changed(self) -> list[int]:
+        """Units whose parameters somebody has updated since the last pass."""
+        s = self.committed
+        units = enumerate(zip(self.groups, s.layout.units, s.units, strict=True))
+        return [i for i, (group, plan, unit) in units if group.changed(plan, unit)]
+
+    def _follow(self, layout: Layout | None, changed: Sequence[int]) -> None:
+        """Bring the committed state up to date with what has changed outside."""
+        s = self.committed
+        if layout is None and not changed:
+            return
+        layout = layout or s.layout
+        units = [
+            g.adopt(p, u) if i in changed else without_full(u)
+            for i, (g, p, u) in enumerate(zip(self.groups, layout.units, s.units, strict=True))
+        ]
+        step, micro = (s.step + 1, 0) if s.micro and changed else (s.step, s.micro)
+        self.committed = HSDPState(tuple(units), layout, s.backend, step, micro, (), Token())
+
+    def _plan_again(self) -> Layout:
+        """The layout of what has been frozen or unfrozen.
+
+        Raises:
+            RuntimeError: reduce-scattered sums of earlier microbatches are held, of other parameters.
+        """
+        layout = self._plan()
+        for unit, old, new in zip(self.committed.units, self.committed.layout.units, layout.units, strict=True):
+            if unit.acc_partial is not None and [p.requires_grad for p in old.params] != [
+                p.requires_grad for p in new.params
+            ]:
+                raise RuntimeError(
+                    f"parameters of unit {new.title!r} were frozen or unfrozen while sums of earlier microbatches are "
+                    f"held back; finish the accumulation first, or drop it with reset_iter_state"
+                )
+        return layout
+
+    def _plan(self) -> Layout:
+        paths: dict[int, str] = {}
+        for name, cell in named_cells(self.root):
+            paths.setdefault(id(cell), name)
+        plans = [
+            GroupPlan(
+                [paths.get(id(m), "(removed)") for m in g.modules], g.specs(self.root), g.wanted, g.settings, g.spec
+            )
+            for g in self.groups
+        ]
+        return plan_groups(plans, self._all[0].spec, self.backend.offload)
+
+    def _differentiated(self) -> list[Parameter]:
+        """What gradients are for."""
+        return [p for g in self.groups for p in g.params if p.requires_grad and p.size]
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def _backward_begins(self) -> None:
+        frame = self.frame
+        assert frame is not None
+        with ms._no_grad():
+            if self._changed():
+                frame.outdate()
+                raise PhaseError(
+                    "parameters have changed since the forward of this graph, by an optimizer's step for instance; its "
+                    "gradients would mix old values with new ones. Run backward before the step, or forward again"
+                )
+        frame.follow([g.settings.reduction for g in self.groups])
+
+    def end_backward(self, micro: int = 1) -> Gradients:
+        """Commit; the finished gradients. The frame goes on, for other passes."""
+        frame = self.frame
+        assert frame is not None
+        frame.settle()
+        state = frame.snapshot(micro=micro)
+        ledger = Log(self._journal)
+        ledger.extend(state.ledger)
+        units = []
+        for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
+            group.to_run.clear()
+            units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(), ledger))
+        self.backend.catch_up()
+        plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
+        gradients: Gradients = [p for group, plan, unit in plans for p in group.gradients(plan, unit)]
+        done = [UnitState(u.name, u.master, u.full, u.acc_full, u.acc_partial, None, None) for u in units]
+        self.committed = HSDPState(
+            tuple(done), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token()
+        )
+        frame.resume(self.committed)
+        return gradients
+
+    def finish_accumulation(self) -> None:
+        """Reduce what microbatches have held back, as a last backward would.
+
+        Raises:
+            PhaseError: in a forward or backward.
+        """
+        if self.running:
+            raise PhaseError("finish_accumulation inside a forward or backward; call it afterwards")
+        ways = [g.handling for g in self.groups]
+        syncs = [way.sync for way in ways]
+        with ms._no_grad():
+            self._running().start_sweep()
+            for way in ways:
+                way.sync = Sync.FULL
+            try:
+                self.keep_or_deliver(self.end_backward(micro=0))
+            except BaseException:
+                self.drop()
+                raise
+            finally:
+                for way, sync in zip(ways, syncs, strict=True):
+                    way.sync = sync
+
+    def keep_or_deliver(self, gradients: Gradients) -> None:
+        """Gradients for the parameters' ``.grad``: at once, or when the attempt has succeeded."""
+        if self._attempt is not None:
+            self._attempt[2].append(gradients)
+        else:
+            self.deliver(self.hooked(gradients))
+
+    def hooked(self, gradients: Gradients) -> Gradients:
+        """See `Rollback.hooked`."""
+        return hooked(gradients)
+
+    def deliver(self, gradients: Gradients) -> None:
+        """See `Rollback.deliver`."""
+        with ms._no_grad():
+            deliver(gradients)
+
+    def reset(self, keep: Keep = Keep.NOTHING) -> None:
+        """See `Rollback.reset`. Ends what MindSpore still records, too: it never ends the graph of a function that has
+        raised, and the next backward of some operators fails then."""
+        super().reset(keep)
+        _end_recording()
+
+    def end_attempt(self, *, commit: bool) -> None:
+        """See `Rollback.end_attempt`, and `reset` about what is recorded."""
+        failed = self.attempting and not commit
+        super().end_attempt(commit=commit)
+        if failed:
+            _end_recording()
+
+
+def _end_recording() -> None:
+    recording = _pynative_executor.grad_flag()
+    _pynative_executor.clear_res()
+    _pynative_executor.set_grad_flag(recording)
+
+
+class _End:
+    """The end of a pass's backward."""
+
+    def __init__(self, tree: Tree, came: Pass, params: Sequence[Parameter]) -> None:
+        self._tree, self._came, self._at = weakref.ref(tree), came, {id(p): i for i, p in enumerate(params)}
+
+    def __call__(self) -> list[Tensor | None]:
+        """Gradients of the parameters that the pass began with, for MindSpore to hand on."""
+        tree = self._tree()
+        if tree is None or tree.frame is None:
+            raise PhaseError("the iteration of this graph has ended; it can't be differentiated any more")
+        gradients = tree.end_backward()
+        self._came.end()
+        found: list[Tensor | None] = [None] * len(self._at)
+        if compat.delivers():
+            tree.keep_or_deliver(gradients)
+            return found
+        aside = []
+        for param, grad, where in gradients:
+            if where == "grad":
+                found[self._at[id(param)]] = grad
+            else:
+                aside.append((param, grad, where))
+        tree.keep_or_deliver(aside)
+        return found
+
+
+def tree_of(cell: Any, *, outermost: bool = False) -> Tree:
+    """The tree that the cell belongs to. The first cell that asks becomes the root of one; with ``outermost``, the
+    outermost sharded cell above it does. Making one communicates one short message a rank.
+
+    Raises:
+        RuntimeError: a cell below was the root of a tree of its own; it can't be the root, being one of a list.
+    """
+    tree: Tree | None = cell.__dict__.get("_hsdp_tree")
+    if tree is not None:
+        return tree
+    above = cell.__dict__.get("_hsdp_inner")
+    root = (above() if outermost and above is not None else None) or cell
+    below = [c for _, c in named_cells(root)]
+    for name, c in named_cells(root):
+        if "_hsdp_tree" in c.__dict__:
+            raise RuntimeError(f"cell {name!r} ran as a root of its own before {type(root).__name__}")
+    if len(group_of(root).modules) > 1:
+        raise RuntimeError("fully_shard of a list can't be the single root module; shard the cell around it too")
+    with ms._no_grad():
+        tree = Tree(root, groups_of(root))
+    for c in below:
+        if "_hsdp_group" in c.__dict__:
+            c.__dict__["_hsdp_tree"] = tree
+    return tree
+
+
+def _require_rows(layout: Layout, backend: MSBackend) -> None:
+    """MindSpore's optimizers refuse an empty list and its autograd needs a parameter to differentiate by."""
+    if not any(p.requires_grad for p in layout.params()):
+        return
+    for rank in layout.mesh.data_parallel_group(backend.rank):
+        rows = 0
+        for unit in layout.units:
+            for b in unit.buckets:
+                if rank in b.mesh.ranks and b.grads is not None:
+                    index = b.mesh.shard_index(rank)
+                    rows += sum(0 not in m.local_shape(index) for m in b.grads.members)
+        if not rows:
+            raise LayoutError(
+                f"rank {rank} would hold no row of any trainable parameter, for which MindSpore has neither optimizers "
+                f"nor gradients; shard over fewer ranks"
+            )
