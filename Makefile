@@ -79,7 +79,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 
 types: $(READY)
-	$(BIN)/mypy hsdp_fn hsdp_fn_torch
+	$(BIN)/mypy hsdp_fn hsdp_fn_torch hsdp_fn_ms
 
 # Both APIs, FSDP2 and the no-communication floor, alternating, in one run.
 bench: $(READY)

@@ -1,8 +1,7 @@
-"""hsdp-fn on MindSpore: FSDP and HSDP over ``mindspore.mint.distributed``.
+"""hsdp-fn on MindSpore: FSDP and HSDP over ``mindspore.mint.distributed``, in PyNative mode.
 
-Functional training with an explicit state (`shard_cell`, `value_and_grad`, `optimizer_step`, `recoverable`), in
-PyNative mode. Not written yet: the facade (``fully_shard``), checkpoints, offloading from a device, cells that are
-recomputed or compiled. Run with ``mccl`` on CPU; never on Ascend.
+Functional training with an explicit state (`shard_cell`, `value_and_grad`, `optimizer_step`, `recoverable`), and
+`fully_shard` for cells. Run with ``mccl`` on CPU; never on Ascend.
 """
 
 from hsdp_fn import (
@@ -23,11 +22,13 @@ from .facade import (
     replicate,
 )
 from .functional import evaluate, functional_call, value_and_grad
+from .graph import UnitGraph, jit_unit
+from .guards import broadcast_module
 from .launch import init_process_group, leave
 from .mesh import DeviceMesh, init_device_mesh, mesh_spec
 from .model import param_specs, plan_cell, shard_cell
 from .module import HSDPModule, UnshardHandle
-from .optim import clipped, global_norm, optimizer_step, shard_parameters
+from .optim import clip_grad_norm, clipped, global_norm, optimizer_step, shard_parameters
 from .probe import Facts, facts
 from .recovery import recoverable
 from .state_dict import get_model_state_dict, set_model_state_dict
@@ -43,7 +44,10 @@ __all__ = [
     "OffloadPolicy",
     "Params",
     "ReplicateModule",
+    "UnitGraph",
     "UnshardHandle",
+    "broadcast_module",
+    "clip_grad_norm",
     "clipped",
     "enable_mindspore_backward_compat",
     "evaluate",
@@ -55,6 +59,7 @@ __all__ = [
     "hsdp_sync_stream",
     "init_device_mesh",
     "init_process_group",
+    "jit_unit",
     "leave",
     "mesh_spec",
     "optimizer_step",

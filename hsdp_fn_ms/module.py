@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor
 
 from hsdp_fn.arguments import require_bool
 from hsdp_fn.extending import original_class
@@ -35,7 +35,7 @@ class UnshardHandle:
 
 
 if TYPE_CHECKING:
-    _Base = nn.Cell
+    from mindspore.nn import Cell as _Base
 else:
     _Base = object  # the other base is the cell's class
 

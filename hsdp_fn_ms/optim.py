@@ -10,8 +10,10 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hsdp_fn import GradPhase, HSDPState, LayoutError, MeshError, apply_updates, grads, masters
 from hsdp_fn.lifecycle import Op, check
+from hsdp_fn.setters import existing_tree
 
 from .backend import ms_backend
+from .tree import names_of
 
 
 def shard_parameters(state: HSDPState) -> dict[str, Parameter]:
@@ -128,6 +130,38 @@ def clipped(rows: Mapping[str, Tensor | None], norm: Tensor, max_norm: float) ->
         raise ValueError(f"max_norm must be positive, found {max_norm!r}")
     scale = ops.minimum(max_norm / (norm + 1e-6), Tensor(1.0, ms.float32))
     return {name: None if g is None else g * scale.astype(g.dtype) for name, g in rows.items()}
+
+
+def clip_grad_norm(
+    cell: nn.Cell, gradients: Sequence[Tensor], max_norm: float, *, parameters: Sequence[Parameter] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Gradients of a sharded cell, scaled down to a global 2-norm of ``max_norm`` at most, and the norm before.
+    Communicates: as `global_norm`.
+
+    Args:
+        cell: the root, after its first forward.
+        gradients: this rank's rows, from ``mindspore.value_and_grad`` or of ``param.grad``.
+        parameters: what they are of; None: ``cell.trainable_params()``.
+
+    Raises:
+        ValueError: another number of gradients than of parameters; ``max_norm`` isn't positive.
+        LayoutError: a parameter isn't sharded in this cell.
+        RuntimeError: the cell hasn't run yet.
+    """
+    params = list(cell.trainable_params() if parameters is None else parameters)
+    if len(gradients) != len(params):
+        raise ValueError(f"clip_grad_norm: {len(gradients)} gradients of {len(params)} parameters")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, found {max_norm!r}")
+    names = names_of(cell)
+    if strangers := [p.name for p in params if id(p) not in names]:
+        raise LayoutError(f"clip_grad_norm: parameters {strangers} aren't sharded in this cell")
+    state = existing_tree(cell).state
+    rows: dict[str, Tensor | None] = {p.name: None for p in state.layout.params()}
+    rows |= {names[id(p)]: g for p, g in zip(params, gradients, strict=True)}
+    norm = global_norm(state, rows)
+    scaled = clipped(rows, norm, max_norm)
+    return tuple([scaled[names[id(p)]] for p in params]), norm
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

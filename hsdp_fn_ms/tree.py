@@ -438,6 +438,15 @@ def tree_of(cell: Any, *, outermost: bool = False) -> Tree:
     return tree
 
 
+def names_of(cell: Any) -> dict[int, str]:
+    """Fully qualified names of the parameters of a cell's tree, by identity; empty before there is one."""
+    tree: Tree | None = cell.__dict__.get("_hsdp_tree")
+    if tree is None or not tree.groups:
+        return {}
+    units = zip(tree.groups, tree.committed.layout.units, strict=True)
+    return {id(p): spec.name for g, plan in units for p, spec in zip(g.params, plan.params, strict=True)}
+
+
 def _require_rows(layout: Layout, backend: MSBackend) -> None:
     """MindSpore's optimizers refuse an empty list and its autograd needs a parameter to differentiate by."""
     if not any(p.requires_grad for p in layout.params()):
