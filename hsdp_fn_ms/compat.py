@@ -17,7 +17,7 @@ from .casting import is_floating
 from .probe import facts, settle
 
 _enabled = False
-_backwards = 0  # that run at this moment
+_running: list[set[int] | None] = []  # of each backward that runs at this moment, the leaves that it is for; None: all
 
 
 def enable_mindspore_backward_compat() -> None:
@@ -55,7 +55,12 @@ def record() -> None:
 
 def delivers() -> bool:
     """Whether it is ``backward()`` that runs, whose gradients go to ``.grad``."""
-    return _backwards > 0
+    return bool(_running)
+
+
+def wanted(param: Tensor) -> bool:
+    """Whether the ``backward()`` that runs is for this leaf."""
+    return _running[-1] is None or id(param) in _running[-1]
 
 
 def zero_grad(self: nn.Cell, set_to_none: bool = True) -> None:
@@ -84,7 +89,6 @@ def backward(
         RuntimeError: it needs a ``gradient``, doesn't require gradients, or was recorded before.
         NotImplementedError: ``create_graph``.
     """
-    global _backwards
     if create_graph:
         raise NotImplementedError("backward(create_graph=True): MindSpore differentiates twice through ms.grad only")
     if not self._requires_grad:
@@ -99,18 +103,23 @@ def backward(
                 f"{self.dtype}"
             )
         gradient = ops.ones_like(self)
+    elif not isinstance(gradient, Tensor):
+        raise TypeError(f"backward: the gradient must be a tensor, found {type(gradient).__name__}")
     elif tuple(gradient.shape) != tuple(self.shape) or gradient.dtype != self.dtype:
         raise RuntimeError(
             f"backward: the gradient is {tuple(gradient.shape)} of {gradient.dtype}, the tensor {tuple(self.shape)} of "
             f"{self.dtype}"
         )
-    _backwards += 1
+    leaves = None if inputs is None else list(inputs)
+    if leaves is not None and (not leaves or not all(isinstance(t, Tensor) for t in leaves)):
+        raise RuntimeError(f"backward: inputs must be tensors that require gradients, or None; found {inputs!r}")
+    _running.append(None if leaves is None else {id(t) for t in leaves})
     try:
-        run_backward((self,), (gradient,), retain_graph, False, tuple(inputs or ()))
+        run_backward((self,), (gradient,), retain_graph, False, tuple(leaves or ()))
         if facts().device == "CPU":
             settle()  # or an operator's error would come later
     finally:
-        _backwards -= 1
+        _running.pop()
 
 
 def _set_grad(self: Tensor, value: Tensor | None) -> None:

@@ -9,9 +9,10 @@ plans all groups together, with fully qualified names.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
@@ -32,6 +33,13 @@ PlacementFn = Callable[[Parameter], Placement | OnMesh | None]
 _SAMPLES = 1024
 
 
+class Original(NamedTuple):
+    """A parameter that was replaced by a sharded one: MindSpore gives zeros for it if it is asked for its gradient."""
+
+    ref: weakref.ref[Parameter]
+    shape: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class Group:
     """One unit of the facade.
@@ -45,6 +53,7 @@ class Group:
         params: the parameters, in the layout's order; ``wanted``: how each was to be placed.
         unit: the masters, until a tree takes them over.
         initial: a fingerprint of the whole parameters when they were sharded.
+        originals: what stood there before, as far as somebody still holds it.
         to_run: cells that have yet to run in this pass through the group.
     """
 
@@ -59,6 +68,7 @@ class Group:
     wanted: tuple[Placement | OnMesh, ...] = ()
     unit: UnitState | None = None
     initial: str = ""
+    originals: tuple[Original, ...] = ()
     to_run: set[int] = field(default_factory=set)
 
     # -- fully_shard --------------------------------------------------------------------------------------------
@@ -135,8 +145,7 @@ class Group:
         self.layout, self.slots, self.wanted = layout, tuple(slots), tuple(wanted.values())
         for cell, local, at in slots:
             cell._params[local] = self.params[at]
-        for param in originals:  # who still holds it is to notice
-            param.set_data(mint.zeros((0,), dtype=param.dtype), slice_shape=True)
+        self.originals = tuple([_emptied(p, spec) for p, spec in zip(originals, plan.params, strict=True)])
 
     # -- what a tree asks ---------------------------------------------------------------------------------------
 
@@ -291,6 +300,20 @@ def _sharded(original: Parameter, row: Tensor, name: str) -> Parameter:
         param.register_hook(hook)
     param._hsdp_taken_in = name  # by this call
     return param
+
+
+def _emptied(original: Parameter, spec: ParamSpec) -> Original:
+    """The original without its values. Who still holds it is to notice: a gradient of it is an error."""
+
+    def hook(grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            f"the gradient of parameter {spec.name!r} was asked for as it was before fully_shard, which has replaced "
+            f"it; take the weights (and make the optimizer) afterwards, from cell.trainable_params()"
+        )
+
+    original.set_data(mint.zeros((0,), dtype=original.dtype), slice_shape=True)
+    original.register_hook(hook)
+    return Original(weakref.ref(original), spec.shape)
 
 
 def _same(param: Parameter, row: Tensor) -> bool:

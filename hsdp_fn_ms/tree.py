@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, mint, nn
 from mindspore.graph.api import _pynative_executor
 
 from hsdp_fn import HSDPState, LayoutError, PhaseError, Sync, UnitState, clone
@@ -124,6 +124,7 @@ class Tree(Rollback):
         except BaseException:
             if outermost:
                 self.drop()
+                _end_recording()
             raise
         finally:
             self._calls -= 1
@@ -173,7 +174,9 @@ class Tree(Rollback):
         compat.record()
         now = frame.begin_pass()
         if _pynative_executor.requires_grad() and (params := self._differentiated()):
-            now.anchor = begin_graph(_End(self, now, params), params)
+            earlier = [(p, o.shape) for g in self.groups for o in g.originals if (p := o.ref()) is not None]
+            ends = _End(self, now, params, [shape for _, shape in earlier])
+            now.anchor = begin_graph(ends, [*params, *(p for p, _ in earlier)])
         return frame
 
     def _pass_ends(self, frame: Frame, *, whole: bool) -> None:
@@ -366,13 +369,12 @@ class Tree(Rollback):
             deliver(gradients)
 
     def reset(self, keep: Keep = Keep.NOTHING) -> None:
-        """See `Rollback.reset`. Ends what MindSpore still records, too: it never ends the graph of a function that has
-        raised, and the next backward of some operators fails then."""
+        """See `Rollback.reset`, and `_end_recording`."""
         super().reset(keep)
         _end_recording()
 
     def end_attempt(self, *, commit: bool) -> None:
-        """See `Rollback.end_attempt`, and `reset` about what is recorded."""
+        """See `Rollback.end_attempt`, and `_end_recording`."""
         failed = self.attempting and not commit
         super().end_attempt(commit=commit)
         if failed:
@@ -380,19 +382,28 @@ class Tree(Rollback):
 
 
 def _end_recording() -> None:
+    """End what MindSpore still records: it never ends the graph of a function that has raised, and the next backward of
+    some operators (LayerNorm) fails then."""
     recording = _pynative_executor.grad_flag()
     _pynative_executor.clear_res()
     _pynative_executor.set_grad_flag(recording)
 
 
 class _End:
-    """The end of a pass's backward."""
+    """The end of a pass's backward.
 
-    def __init__(self, tree: Tree, came: Pass, params: Sequence[Parameter]) -> None:
+    Args:
+        params: what gradients are for.
+        earlier: shapes of parameters from before `fully_shard` that somebody still holds.
+    """
+
+    def __init__(self, tree: Tree, came: Pass, params: Sequence[Parameter], earlier: Sequence[tuple[int, ...]]) -> None:
         self._tree, self._came, self._at = weakref.ref(tree), came, {id(p): i for i, p in enumerate(params)}
+        self._earlier = earlier
 
     def __call__(self) -> list[Tensor | None]:
-        """Gradients of the parameters that the pass began with, for MindSpore to hand on."""
+        """Gradients of the parameters, for MindSpore to hand on; and something for the earlier ones, whose hooks raise
+        if it was these that were asked for."""
         tree = self._tree()
         if tree is None or tree.frame is None:
             raise PhaseError("the iteration of this graph has ended; it can't be differentiated any more")
@@ -400,8 +411,8 @@ class _End:
         self._came.end()
         found: list[Tensor | None] = [None] * len(self._at)
         if compat.delivers():
-            tree.keep_or_deliver(gradients)
-            return found
+            tree.keep_or_deliver([g for g in gradients if compat.wanted(g[0])])
+            return [*found, *(None for _ in self._earlier)]
         aside = []
         for param, grad, where in gradients:
             if where == "grad":
@@ -409,7 +420,8 @@ class _End:
             else:
                 aside.append((param, grad, where))
         tree.keep_or_deliver(aside)
-        return found
+        zero = Tensor(0.0, ms.float32)
+        return [*found, *(mint.broadcast_to(zero, shape) for shape in self._earlier)]  # views of one element
 
 
 def tree_of(cell: Any, *, outermost: bool = False) -> Tree:
