@@ -13,6 +13,7 @@ from hsdp_fn import (
 from hsdp_fn.params import Params
 
 from .backend import MSBackend
+from .checkpoint import Loaded, load_checkpoint, save_checkpoint, save_full, torch_names
 from .compat import enable_mindspore_backward_compat
 from .facade import (
     ReplicateModule,
@@ -39,6 +40,7 @@ __all__ = [
     "DeviceMesh",
     "Facts",
     "HSDPModule",
+    "Loaded",
     "MSBackend",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -61,6 +63,7 @@ __all__ = [
     "init_process_group",
     "jit_unit",
     "leave",
+    "load_checkpoint",
     "mesh_spec",
     "optimizer_step",
     "param_specs",
@@ -68,8 +71,11 @@ __all__ = [
     "recoverable",
     "register_fsdp_forward_method",
     "replicate",
+    "save_checkpoint",
+    "save_full",
     "set_model_state_dict",
     "shard_cell",
     "shard_parameters",
+    "torch_names",
     "value_and_grad",
 ]

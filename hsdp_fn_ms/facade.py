@@ -98,6 +98,8 @@ def fully_shard(
     spec = backend.spec
     if shard_placement_fn is not None and not spec.shard:
         raise MeshError("shard_placement_fn needs a mesh with a shard axis; dp_mesh_dims names replicate axes only")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn must be a function of a parameter, found {shard_placement_fn!r}")
     reshard = reshard_after_forward
     if reshard is not None:
         reshard = reshard_size(reshard, spec.shard_size, "fully_shard")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from hsdp_fn.settings import Settings
 from .backend import MSBackend
 from .binding import Slot, named_cells
 from .model import require_compute_dtypes
+from .probe import settle
 
 #: What `fully_shard` may be given to place a parameter: None is ``Shard(0)``.
 PlacementFn = Callable[[Parameter], Placement | OnMesh | None]
@@ -139,13 +141,16 @@ class Group:
             ]
         )
         self.initial = _fingerprint(originals)
-        self.unit = UnitState("", masters)
-        rows = dict(self.rows(plan, self.unit))
-        self.params = tuple([_sharded(p, rows[at], plan.params[at].name) for at, p in enumerate(originals)])
+        unit = UnitState("", masters)
+        rows = dict(self.rows(plan, unit))
+        params = tuple([_sharded(p, rows[at], plan.params[at].name) for at, p in enumerate(originals)])
+        empty = [mint.zeros((0,), dtype=p.dtype) for p in originals]
+        settle()  # errors of operators come late; from here on nothing may fail
+        self.unit, self.params = unit, params
         self.layout, self.slots, self.wanted = layout, tuple(slots), tuple(wanted.values())
         for cell, local, at in slots:
             cell._params[local] = self.params[at]
-        self.originals = tuple([_emptied(p, spec) for p, spec in zip(originals, plan.params, strict=True)])
+        self.originals = tuple([_emptied(*each) for each in zip(originals, empty, plan.params, strict=True)])
 
     # -- what a tree asks ---------------------------------------------------------------------------------------
 
@@ -160,11 +165,7 @@ class Group:
         return self.backend
 
     def specs(self, root: nn.Cell) -> list[ParamSpec]:
-        """The parameters with names as seen from the root of a tree, and as trainable as they are now.
-
-        Raises:
-            RuntimeError: one was replaced, or has another shape or dtype; names it.
-        """
+        """The parameters with names as seen from the root of a tree, and as trainable as they are now."""
         if self.layout is None:
             return []
         prefixes: dict[int, list[str]] = {}  # a cell may stand under several names
@@ -174,17 +175,30 @@ class Group:
         for cell, local, at in self.slots:
             found = [f"{prefix}.{local}" if prefix else local for prefix in prefixes.get(id(cell), ())]
             names[at] += [name for name in found if name not in names[at]]
-            if cell._params.get(local) is not self.params[at]:
-                raise RuntimeError(
-                    f"parameter {(found or [local])[0]!r} was replaced after fully_shard; copy into the one that stood "
-                    f"there instead (mindspore.ops.assign, or load_state_dict)"
-                )
         out = []
         for spec, param, found in zip(self.layout.units[0].params, self.params, names, strict=True):
             first, *aliases = found or [f"(removed) {spec.name}"]
             trainable = bool(param.requires_grad)
             out.append(replace(spec, name=first, aliases=tuple(aliases), requires_grad=trainable))
         return out
+
+    def require_home(self, below: Set[int]) -> None:
+        """Do the parameters stand where `fully_shard` has put them?
+
+        Args:
+            below: identities of the cells at and below the root.
+
+        Raises:
+            RuntimeError: naming the parameter, as it was called when it was sharded.
+        """
+        for cell, local, at in self.slots:
+            if id(cell) not in below or cell._params.get(local) is not self.params[at]:
+                where = "" if id(cell) in below else "stands in a cell that "
+                raise RuntimeError(
+                    f"parameter {self.params[at]._hsdp_taken_in!r} of {type(self.modules[0]).__name__} {where}was "
+                    f"replaced or removed after fully_shard; copy into the one that stood there (load_state_dict, "
+                    f"param.copy_)"
+                )
 
     def facts(self) -> object:
         """What the plan depends on and users can change."""
@@ -231,8 +245,9 @@ class Group:
                 continue
             rows = self.backend.split(bucket.mesh, bucket.grads, flat)
             for member, row in zip(bucket.grads.members, rows, strict=True):
-                if unit.grad.present[member.index] and row.size:
-                    yield self.params[member.index], row, where
+                param = self.params[member.index]
+                if unit.grad.present[member.index] and param.requires_grad and row.size:
+                    yield param, row, where
 
     def runs(self, cell: nn.Cell) -> Callable[[], bool]:
         """One of the cells begins to run. What is returned tells, when it has run, whether all of them have."""
@@ -296,13 +311,18 @@ def _sharded(original: Parameter, row: Tensor, name: str) -> Parameter:
     param = Parameter(row.copy(), name=original.name, requires_grad=bool(original.requires_grad))
     for key, value in vars(original).items():
         vars(param).setdefault(key, value)
-    for hook in original.hooks():
-        param.register_hook(hook)
+    for hook in original.hooks() if original.requires_grad else ():
+        param.register_hook(partial(_unless_removed, original, hook))
     param._hsdp_taken_in = name  # by this call
     return param
 
 
-def _emptied(original: Parameter, spec: ParamSpec) -> Original:
+def _unless_removed(original: Parameter, hook: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
+    """A hook of the original's; its handle removes it there."""
+    return hook(grad) if any(known is hook for known in original.hooks()) else grad
+
+
+def _emptied(original: Parameter, empty: Tensor, spec: ParamSpec) -> Original:
     """The original without its values. Who still holds it is to notice: a gradient of it is an error."""
 
     def hook(grad: Tensor) -> Tensor:
@@ -311,8 +331,10 @@ def _emptied(original: Parameter, spec: ParamSpec) -> Original:
             f"it; take the weights (and make the optimizer) afterwards, from cell.trainable_params()"
         )
 
-    original.set_data(mint.zeros((0,), dtype=original.dtype), slice_shape=True)
-    original.register_hook(hook)
+    original.set_data(empty, slice_shape=True)
+    original._hsdp_taken_in = spec.name
+    if original.requires_grad:
+        original.register_hook(hook)
     return Original(weakref.ref(original), spec.shape)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import mindspore.mint.distributed as dist
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from .binding import named_cells
 from .group import group_of
@@ -50,4 +50,4 @@ def broadcast_module(cell: nn.Cell, mesh: DeviceMesh | None = None, *, src: int 
             settle()
             dist.broadcast(sent, ranks[src], group=group)
             settle()
-            ops.assign(value, sent)
+            value.copy_(sent)

@@ -99,6 +99,7 @@ class HSDPModule(Setters, _Base):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or replace by zeros) ``.grad``, and ``main_grad`` where there is one, of this cell's parameters."""
+        require_bool("set_to_none", set_to_none)
         compat.zero_grad(self, set_to_none)
 
     def zero_grads(self) -> None:

@@ -32,7 +32,7 @@ def shard_parameters(state: HSDPState) -> dict[str, Parameter]:
 
 def optimizer_step(
     state: HSDPState,
-    optimizer: nn.Optimizer,
+    optimizer: nn.Optimizer | None,
     params: Mapping[str, Parameter],
     *,
     max_norm: float | None = None,
@@ -48,7 +48,8 @@ def optimizer_step(
 
     Args:
         state: with finished gradients.
-        optimizer: built over ``params``.
+        optimizer: built over ``params``. None on a rank that has no row of any trainable parameter, as MindSpore makes
+            no optimizer of nothing.
         params: what `shard_parameters` gave for a state of this layout.
         max_norm: clip the gradient's global 2-norm to this.
         norm: how to compute that norm, instead of `global_norm`; needed on a mesh with axes that aren't data parallel.
@@ -78,16 +79,17 @@ def optimizer_step(
         rows = clipped(rows, found, max_norm)
     current = masters(state)
     for name, param in params.items():
-        # Not `set_data`, after which MindSpore 2.10's Adam makes other steps on CPU (guarded by test_optim.py).
-        ops.assign(param, current[name].copy())
-    given = {name: rows[name] for name in params}
-    by_id = {id(param): name for name, param in params.items()}
-    optimizer(
-        tuple(
-            mint.zeros(param.shape, dtype=param.dtype) if (g := given[by_id[id(param)]]) is None else _like(g, param)
-            for param in optimizer.parameters
+        # Not `set_data`, after which MindSpore 2.10's Adam makes other steps on CPU (guarded by test_optim.py), nor
+        # `ops.assign`, which has no bfloat16 there.
+        param.copy_(current[name].copy())
+    if optimizer is not None:
+        given = {id(param): rows[name] for name, param in params.items()}
+        optimizer(
+            tuple(
+                mint.zeros(param.shape, dtype=param.dtype) if (g := given[id(param)]) is None else _like(g, param)
+                for param in optimizer.parameters
+            )
         )
-    )
     return apply_updates(state, dict(params)), found
 
 
@@ -184,7 +186,7 @@ def _other_axes(state: HSDPState) -> list[str]:
     return [n for n, size in zip(mesh.names, mesh.shape, strict=True) if size > 1 and n not in data]
 
 
-def _check_params(state: HSDPState, optimizer: nn.Optimizer, params: Mapping[str, Parameter]) -> None:
+def _check_params(state: HSDPState, optimizer: nn.Optimizer | None, params: Mapping[str, Parameter]) -> None:
     backend = ms_backend(state)
     expected = {
         m.spec.name: (b.dtype, backend.local_shape(b.mesh, m))
@@ -201,6 +203,7 @@ def _check_params(state: HSDPState, optimizer: nn.Optimizer, params: Mapping[str
     for name, param in params.items():
         if (found := (backend.dtype(param), backend.shape(param))) != expected[name]:
             raise LayoutError(f"optimizer_step: {name!r} is {found}, this rank's rows are {expected[name]}")
-    strangers = {id(p) for p in optimizer.parameters} ^ {id(p) for p in params.values()}
+    stepped = optimizer.parameters if optimizer is not None else ()
+    strangers = {id(p) for p in stepped} ^ {id(p) for p in params.values()}
     if strangers:
         raise LayoutError("optimizer_step: the optimizer must be built over exactly the given params")

@@ -11,7 +11,7 @@ from hsdp_fn import Collective, HSDPState
 from hsdp_fn.recovery import Attempt, ModuleAttempt, StateAttempt
 
 from .backend import ms_backend
-from .tree import tree_of
+from .tree import root_tree
 
 
 def recoverable(target: HSDPState | nn.Cell, *, schedule: Sequence[Collective] | None = None) -> Attempt:
@@ -46,8 +46,4 @@ def recoverable(target: HSDPState | nn.Cell, *, schedule: Sequence[Collective] |
     """
     if isinstance(target, HSDPState):
         return StateAttempt(target, ms_backend(target), None, schedule, ms._no_grad)
-    if not isinstance(target, nn.Cell) or "_hsdp_group" not in target.__dict__:
-        raise TypeError(f"recoverable takes a state or a cell of fully_shard, found {type(target).__name__}")
-    if target.__dict__.get("_hsdp_inner") is not None:
-        raise RuntimeError("recoverable takes the root cell: the state is the whole tree's")
-    return ModuleAttempt(tree_of(target), target, None, schedule, ms._no_grad)
+    return ModuleAttempt(root_tree(target, "recoverable"), target, None, schedule, ms._no_grad)

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
-from hsdp_fn import full_params, unshard
+from hsdp_fn import clone, full_params, unshard
+from hsdp_fn.arguments import require_bool
 from hsdp_fn.layout import Bucket, Member, UnitLayout
 
 from .binding import named_cells
 from .group import Group, group_of
-from .tree import tree_of
+from .tree import root_tree
 
 
 class Incompatible(NamedTuple):
@@ -39,14 +40,14 @@ def get_model_state_dict(cell: nn.Cell, *, full_state_dict: bool = True) -> dict
         full_state_dict: whole values, on every rank. Communicates: one all-gather a unit. False: of sharded parameters
             this rank's rows; does not communicate.
     """
+    require_bool("full_state_dict", full_state_dict)
+    if not isinstance(cell, nn.Cell):
+        raise TypeError(f"get_model_state_dict takes a cell, found {type(cell).__name__}")
     found = {name: Tensor(value).copy() for name, value in _named(cell)}
     if full_state_dict and _places(cell):
-        tree = tree_of(cell)
-        if tree.root is not cell:
-            raise RuntimeError("get_model_state_dict takes the root: the state is the whole tree's")
+        tree = root_tree(cell, "get_model_state_dict")
         with ms._no_grad():
-            state = tree.up_to_date()
-            whole = full_params(unshard(state))
+            whole = full_params(unshard(clone(tree.up_to_date())))
         found |= {name: value.copy() for name, value in whole.items() if name in found}
     return found
 
@@ -68,6 +69,8 @@ def load_into(cell: nn.Cell, state_dict: Mapping[str, Tensor], *, strict: bool =
     Raises:
         RuntimeError: names that don't fit (``strict``), and shapes; all of them. In a forward or backward.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict takes a mapping of names to tensors, found {type(state_dict).__name__}")
     tree = cell.__dict__.get("_hsdp_tree")
     if tree is not None and tree.running:
         raise RuntimeError("load_state_dict inside a forward or backward; call it afterwards")
@@ -103,8 +106,7 @@ def load_into(cell: nn.Cell, state_dict: Mapping[str, Tensor], *, strict: bool =
     with ms._no_grad():
         for target, value in ready:
             if target.size:
-                # Not `set_data`, after which MindSpore 2.10's Adam makes other steps on CPU.
-                ops.assign(target, value.copy()) if isinstance(target, Parameter) else target.copy_(value.copy())
+                target.copy_(value.copy())  # not `set_data`, after which MindSpore 2.10's Adam makes other steps on CPU
     return Incompatible(missing, unexpected)
 
 

@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn
 from mindspore.graph.api import _pynative_executor
 
-from hsdp_fn import HSDPState, LayoutError, PhaseError, Sync, UnitState, clone
+from hsdp_fn import HSDPState, LayoutError, PhaseError, Sync, UnitState
 from hsdp_fn import unit as on_unit
 from hsdp_fn.agreement import agree
 from hsdp_fn.layout import Layout
@@ -104,6 +104,24 @@ class Tree(Rollback):
             raise ValueError(f"modules to prefetch must belong to the same root module; {strangers} don't")
         return tuple([self.indices[id(g)] for g in groups if g.layout is not None])
 
+    @property
+    def running(self) -> bool:
+        """Whether a forward, or a backward by ``backward()``, is going on at this moment. (Of MindSpore's own backwards
+        nobody tells.)"""
+        return self._calls > 0 or (compat.delivers() and self.frame is not None and self.frame.in_backward)
+
+    def undo_failed_backward(self) -> None:
+        """See `Rollback.undo_failed_backward`. Also drops a backward of inputs alone, of whose end nobody has told.
+
+        Raises:
+            PhaseError: a backward runs, whose hook has called this.
+        """
+        if self.running and not self._calls:
+            raise PhaseError("used in backward, by a hook for instance; do that afterwards")
+        super().undo_failed_backward()
+        if self.frame is not None and self.frame.in_backward:
+            self.drop()
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def run(self, group: Group, cell: nn.Cell, call: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -157,11 +175,27 @@ class Tree(Rollback):
         self.committed = HSDPState(units, s.layout, s.backend, s.step, s.micro, s.ledger, s.token)
 
     def up_to_date(self) -> HSDPState:
-        """A copy of the committed state, with masters of the parameters' present values."""
+        """The committed state, with masters of the parameters' present values.
+
+        Raises:
+            PhaseError: in a forward or backward.
+        """
         if self.running:
-            raise PhaseError("inside a forward or backward; ask afterwards")
+            raise PhaseError("inside a forward or backward; do that afterwards")
         self._begin_frame()
-        return clone(self.committed)
+        return self.committed
+
+    def load(self, rows: Mapping[str, Tensor], step: int) -> None:
+        """Take over this rank's rows by fully qualified name, and the number of steps that have led to them."""
+        self.drop()
+        s = self.committed
+        with ms._no_grad():
+            for group, plan in zip(self.groups, s.layout.units, strict=True):
+                for spec, param in zip(plan.params, group.params, strict=True):
+                    if spec.name in rows and param.size:
+                        param.copy_(rows[spec.name])
+            units = [g.adopt(p, u) for g, p, u in zip(self.groups, s.layout.units, s.units, strict=True)]
+        self.committed = HSDPState(tuple(units), s.layout, s.backend, step, 0, (), Token())
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -193,8 +227,10 @@ class Tree(Rollback):
     def _running(self) -> Frame:
         """The frame to go on with, or a new one, over what the parameters are now."""
         self.undo_failed_backward()
-        if self.frame is not None and self.frame.in_backward:  # of inputs alone: nobody told of its end
-            self.drop()
+        require_plain(self.root)
+        below = {id(cell) for _, cell in named_cells(self.root)}
+        for group in self.groups:
+            group.require_home(below)
         facts: list[object] = [g.facts() for g in self.groups]
         layout = self._plan_again() if facts != self._facts else None
         with ms._no_grad():
@@ -447,6 +483,19 @@ def tree_of(cell: Any, *, outermost: bool = False) -> Tree:
     for c in below:
         if "_hsdp_group" in c.__dict__:
             c.__dict__["_hsdp_tree"] = tree
+    return tree
+
+
+def root_tree(cell: nn.Cell, function: str) -> Tree:
+    """The tree of a root; see `tree_of`.
+
+    Raises:
+        TypeError: no cell of `fully_shard`. RuntimeError: not the root.
+    """
+    if not isinstance(cell, nn.Cell) or "_hsdp_group" not in cell.__dict__:
+        raise TypeError(f"{function} takes a state or a cell of fully_shard, found {type(cell).__name__}")
+    if cell.__dict__.get("_hsdp_inner") is not None or (tree := tree_of(cell)).root is not cell:
+        raise RuntimeError(f"{function} takes the root: the state is the whole tree's")
     return tree
 
 

@@ -94,6 +94,8 @@ def init_weights(model: GPT, seed: int) -> None:
     for name, shape in shapes.items():
         if len(shape) == 2:
             params[name].set_data(Tensor(rng.normal(0, INIT_STD, shape).astype(np.float32)))
+        elif name.endswith(".bias"):
+            params[name].set_data(Tensor(np.zeros(shape, np.float32)))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

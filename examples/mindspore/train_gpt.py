@@ -2,6 +2,8 @@
 
     python examples/mindspore/train_gpt.py --processes 2
     msrun --worker_num=2 --local_worker_num=2 examples/mindspore/train_gpt.py
+    python examples/mindspore/train_gpt.py --steps 40 --save run --save-every 20
+    python examples/mindspore/train_gpt.py --steps 80 --save run --resume run --processes 4
 
 Run with ``mccl`` on CPU; never on Ascend. Started plainly it starts ``--processes`` processes of itself.
 """
@@ -46,15 +48,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seq-len", type=int, default=GPTConfig.seq_len)
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10)
+    add("--save", type=Path, metavar="DIR", help="write checkpoints to DIR/step-000040 and so on, one at the end")
+    add("--save-every", type=int, metavar="STEPS", help="and one every so many steps")
+    add("--resume", type=Path, metavar="DIR", help="go on from the newest one in DIR, on any number of processes")
     options = parser.parse_args(arguments)
-    for name in ("processes", "replicate", "steps", "batch_size", "microbatches", "log_every"):
-        if getattr(options, name) < 1:
+    for name in ("processes", "replicate", "steps", "batch_size", "microbatches", "log_every", "save_every"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.save_every and not options.save:
+        parser.error("--save-every needs --save DIR")
+    if options.resume and not checkpoints(options.resume):
+        parser.error(f"--resume: there is no checkpoint in {options.resume}")
     try:
         options.config = GPTConfig(options.dim, options.layers, options.heads, options.seq_len)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Those in a directory, oldest first."""
+    return sorted(directory.glob("step-*"))
 
 
 def start_processes(count: int) -> int:
@@ -86,6 +100,11 @@ def windows(text: np.ndarray, count: int, seq_len: int, *seed: int) -> tuple[Ten
     return Tensor(np.ascontiguousarray(rows[:, :-1])), Tensor(np.ascontiguousarray(rows[:, 1:]))
 
 
+def name_of(step: int) -> str:
+    """The directory of a step's checkpoint."""
+    return f"step-{step:06}"
+
+
 def mean_over_ranks(state: HSDPState, value: float) -> float:
     """Communicates: one short message a rank."""
     values = [float(text) for text in state.backend.exchange(repr(value)).values()]
@@ -107,15 +126,23 @@ def run(options: argparse.Namespace) -> int:
     step = hm.value_and_grad(lambda p, x, y: loss_of(hm.functional_call(model, p, x), y))
     judge = hm.evaluate(lambda p, x, y: loss_of(hm.functional_call(model, p, x), y))
     train, valid = load_corpus()
+    if options.resume:
+        newest = checkpoints(options.resume)[-1]
+        state, loaded = hm.load_checkpoint(newest, state, optimizer=optimizer)
+        options.seed = loaded.extra["seed"]  # of the data, so that they go on where they were
+    if options.save and (later := [path for path in checkpoints(options.save) if path.name > name_of(state.step)]):
+        raise SystemExit(f"--save: {later[-1]} is ahead of step {state.step}; give another directory or --resume this")
     if rank == 0:
         print(describe(state), flush=True)
+        if options.resume:
+            print(f"goes on from {newest}", flush=True)
     predicted = [
         c
         for sync in microbatches(options.microbatches, hold=Sync(options.hold))
         for c in expected_comm(state.layout, sync=sync)
     ]
     losses, equal, began = [], True, time.perf_counter()
-    for i in range(options.steps):
+    for i in range(state.step, options.steps):
         before = len(state.ledger)  # the validation's gathers
         for micro, sync in enumerate(microbatches(options.microbatches, hold=Sync(options.hold))):
             batch = windows(train, options.batch_size, options.seq_len, options.seed, i, micro, rank)
@@ -135,6 +162,8 @@ def run(options: argparse.Namespace) -> int:
                     flush=True,
                 )
             losses, began = [], time.perf_counter()
+        if options.save and (i + 1 == options.steps or (options.save_every and (i + 1) % options.save_every == 0)):
+            hm.save_checkpoint(options.save / name_of(i + 1), state, optimizer=optimizer, extra={"seed": options.seed})
     if rank == 0:
         for op, total in totals(predicted).items():
             print(f"a step issues {total.count} {op}, {total.nbytes:,} bytes")
