@@ -65,7 +65,7 @@ test-npu-sim: $(NPU_READY)
 
 # The main job's model in MindSpore, on CPU processes.
 train-ms: $(MS_READY)
-	$(MS_VENV)/bin/python examples/mindspore/train_gpt.py --processes $(NPROC) $(ARGS)
+	$(MS_VENV)/bin/python examples/mindspore/train_gpt.py --api $(API) --processes $(NPROC) $(ARGS)
 
 test-ms: $(MS_READY)
 	$(MS_VENV)/bin/python -m pytest tests/ms $(ARGS)

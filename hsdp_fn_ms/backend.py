@@ -272,8 +272,9 @@ class MSBackend:
         return self._scaled(flats.pack(self._plan(mesh, flat), grads, _MS_DTYPE[dtype]), factor)
 
     def unpack(self, mesh: MeshSpec, flat: Flat, gathered: Tensor) -> tuple[Tensor, ...]:
-        """See `Backend.unpack`."""
-        return flats.unpack(self._plan(mesh, flat), gathered)
+        """See `Backend.unpack`. On CPU every operator copies what it takes of a view, and saves the copy for backward;
+        so there the parameters are made whole tensors at once, and can be freed."""
+        return flats.unpack(self._plan(mesh, flat), gathered, copies=self.facts.device == "CPU")
 
     def all_gather(self, mesh: MeshSpec, shard: Tensor) -> tuple[Tensor, Flight]:
         """See `Backend.all_gather`."""

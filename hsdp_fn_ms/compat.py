@@ -28,6 +28,9 @@ def enable_mindspore_backward_compat() -> None:
     From here on forwards are recorded for a later ``backward()``, unless inside ``mindspore._no_grad()``: evaluate
     there.
 
+    (``mindspore.value_and_grad`` marks the tensors that it is called with as requiring gradients, for good: don't pass
+    the same ones to a forward for ``backward()``.)
+
     ``backward`` communicates what the backward of `fully_shard` does. Afterwards ``param.grad`` has this rank's rows of
     the reduced gradient, added to what was there; MindSpore's optimizers take them by hand::
 

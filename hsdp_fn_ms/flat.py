@@ -61,9 +61,12 @@ def pack(plan: FlatPlan, grads: Sequence[Tensor | None], dtype: Any) -> Tensor:
     return mint.cat(columns, 1).reshape(-1)
 
 
-def unpack(plan: FlatPlan, gathered: Tensor) -> tuple[Tensor, ...]:
-    """The all-gather's output to full parameters, contiguous and without padding. A parameter that is there in one run
-    is a view of ``gathered``."""
+def unpack(plan: FlatPlan, gathered: Tensor, *, copies: bool) -> tuple[Tensor, ...]:
+    """The all-gather's output to full parameters, contiguous and without padding.
+
+    Args:
+        copies: a parameter that is there in one run is copied too; else it is a view of ``gathered``.
+    """
     ranks = plan.flat.shard_size
     pieces = gathered.reshape(ranks, -1)
     out = []
@@ -71,7 +74,8 @@ def unpack(plan: FlatPlan, gathered: Tensor) -> tuple[Tensor, ...]:
         shape = member.spec.shape
         slots = mint.narrow(pieces, 1, member.offset, member.numel)
         if member.dim == 0:  # ranks that own fewer rows than others come last, so that all padding is at the end
-            out.append(mint.narrow(slots.reshape(-1), 0, 0, prod(shape)).reshape(shape))
+            whole = mint.narrow(slots.reshape(-1), 0, 0, prod(shape)).reshape(shape)
+            out.append(whole.copy() if copies else whole)
             continue
         parts = []
         for r in range(ranks):

@@ -1,11 +1,12 @@
-"""Train a small GPT on the Python standard library's sources with hsdp_fn_ms, through the functional API.
+"""Train a small GPT on the Python standard library's sources with hsdp_fn_ms.
 
-    python examples/mindspore/train_gpt.py --processes 2
+    python examples/mindspore/train_gpt.py --processes 2 --api facade
     msrun --worker_num=2 --local_worker_num=2 examples/mindspore/train_gpt.py
     python examples/mindspore/train_gpt.py --steps 40 --save run --save-every 20
     python examples/mindspore/train_gpt.py --steps 80 --save run --resume run --processes 4
 
-Run with ``mccl`` on CPU; never on Ascend. Started plainly it starts ``--processes`` processes of itself.
+``--api`` chooses between the functional API and `fully_shard`; how they differ is all in `trainers.py`. Run with
+``mccl`` on CPU; never on Ascend. Started plainly it starts ``--processes`` processes of itself.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from pathlib import Path
 os.environ.setdefault("GLOG_v", "3")
 
 import numpy as np
-from gpt import GPT, GPTConfig, init_weights, loss_of
-from mindspore import Tensor, nn
+from gpt import GPT, GPTConfig, init_weights
+from mindspore import Tensor
+from trainers import TRAINERS
 
 import hsdp_fn_ms as hm
 from hsdp_fn import HSDPState, Sync, describe, expected_comm, memory_bytes, microbatches, totals
@@ -35,6 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--processes", type=int, default=2, help="processes to start when not started by msrun (default %(default)s)")
+    add("--api", choices=tuple(TRAINERS), default="functional")
     add("--replicate", type=int, default=1, help="replicas: HSDP where it is above 1 (default %(default)s)")
     add("--steps", type=int, default=40)
     add("--batch-size", type=int, default=4, help="windows of one process and microbatch (default %(default)s)")
@@ -120,40 +123,37 @@ def run(options: argparse.Namespace) -> int:
     mesh = hm.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model = GPT(options.config)
     init_weights(model, options.seed)
-    state = hm.shard_cell(model, mesh, [f"layers.{i}" for i in range(options.layers)])
-    params = hm.shard_parameters(state)
-    optimizer = nn.Adam(list(params.values()), learning_rate=options.learning_rate)
-    step = hm.value_and_grad(lambda p, x, y: loss_of(hm.functional_call(model, p, x), y))
-    judge = hm.evaluate(lambda p, x, y: loss_of(hm.functional_call(model, p, x), y))
+    trainer = TRAINERS[options.api](model, mesh, options)
     train, valid = load_corpus()
     if options.resume:
         newest = checkpoints(options.resume)[-1]
-        state, loaded = hm.load_checkpoint(newest, state, optimizer=optimizer)
-        options.seed = loaded.extra["seed"]  # of the data, so that they go on where they were
-    if options.save and (later := [path for path in checkpoints(options.save) if path.name > name_of(state.step)]):
-        raise SystemExit(f"--save: {later[-1]} is ahead of step {state.step}; give another directory or --resume this")
+        options.seed = trainer.load(newest).extra["seed"]  # of the data, so that they go on where they were
+    began_at = trainer.state.step
+    if options.save and (later := [path for path in checkpoints(options.save) if path.name > name_of(began_at)]):
+        raise SystemExit(f"--save: {later[-1]} is ahead of step {began_at}; give another directory or --resume this")
     if rank == 0:
-        print(describe(state), flush=True)
+        print(describe(trainer.state), flush=True)
         if options.resume:
             print(f"goes on from {newest}", flush=True)
     predicted = [
         c
         for sync in microbatches(options.microbatches, hold=Sync(options.hold))
-        for c in expected_comm(state.layout, sync=sync)
+        for c in expected_comm(trainer.state.layout, sync=sync)
     ]
     losses, equal, began = [], True, time.perf_counter()
-    for i in range(state.step, options.steps):
-        before = len(state.ledger)  # the validation's gathers
-        for micro, sync in enumerate(microbatches(options.microbatches, hold=Sync(options.hold))):
-            batch = windows(train, options.batch_size, options.seq_len, options.seed, i, micro, rank)
-            (loss, _), state = step(state, *batch, sync=sync)
-        equal = equal and list(state.ledger[before:]) == predicted
-        state, norm = hm.optimizer_step(state, optimizer, params, max_norm=options.max_norm)
+    for i in range(began_at, options.steps):
+        loss, norm, issued = trainer.step(
+            [
+                windows(train, options.batch_size, options.seq_len, options.seed, i, micro, rank)
+                for micro in range(options.microbatches)
+            ]
+        )
+        equal = equal and issued == predicted
         losses.append(float(loss.asnumpy()))
         if (i + 1) % options.log_every == 0 or i + 1 == options.steps:
-            recent = mean_over_ranks(state, float(np.mean(losses)))
-            held_out, state = judge(state, *windows(valid, VALID_WINDOWS, options.seq_len, options.seed, rank))
-            judged = mean_over_ranks(state, float(held_out.asnumpy()))
+            recent = mean_over_ranks(trainer.state, float(np.mean(losses)))
+            held_out = trainer.judge(windows(valid, VALID_WINDOWS, options.seq_len, options.seed, rank))
+            judged = mean_over_ranks(trainer.state, float(held_out.asnumpy()))
             if rank == 0:
                 seconds = (time.perf_counter() - began) / len(losses)
                 print(
@@ -163,11 +163,11 @@ def run(options: argparse.Namespace) -> int:
                 )
             losses, began = [], time.perf_counter()
         if options.save and (i + 1 == options.steps or (options.save_every and (i + 1) % options.save_every == 0)):
-            hm.save_checkpoint(options.save / name_of(i + 1), state, optimizer=optimizer, extra={"seed": options.seed})
+            trainer.save(options.save / name_of(i + 1), {"seed": options.seed})
     if rank == 0:
         for op, total in totals(predicted).items():
             print(f"a step issues {total.count} {op}, {total.nbytes:,} bytes")
-        print(f"at rest this process holds {memory_bytes(state)['total']:,} bytes of parameters")
+        print(f"at rest this process holds {memory_bytes(trainer.state)['total']:,} bytes of parameters")
     if not equal:
         print(f"process {rank}: the collectives differ from the prediction", file=sys.stderr)
     return 0 if equal else 1

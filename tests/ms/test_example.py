@@ -35,7 +35,7 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(tmp_path):
     for file in files:
         ours, theirs = load_file(file), load_file(tmp_path / "b" / file.relative_to(tmp_path / "a"))
         assert ours.keys() == theirs.keys() and all((theirs[name] == value).all() for name, value in ours.items())
-    assert "step    6" in run("--steps", 6, "--resume", tmp_path / "a", "--processes", 1)
+    assert "step    6" in run("--steps", 6, "--resume", tmp_path / "a", "--processes", 1, "--api", "facade")
     assert "is ahead of step 0" in run("--steps", 2, "--save", tmp_path / "a", "--processes", 1, code=1)
 
 
