@@ -86,7 +86,9 @@ class Frame:
         self._tables = binding
 
     def begin_pass(self) -> Pass:
-        """An outermost forward begins."""
+        """An outermost forward begins. Its units have autograd nodes of their own."""
+        for use in self.uses:
+            use.attached = None
         self.now = Pass(self.order.now, self._epoch)
         return self.now
 

@@ -241,6 +241,9 @@ class Tree(Rollback):
             self._follow(layout, changed)
             frame = self.frame
             if frame is None:
+                s = self.committed
+                units = tuple([without_full(u) for u in s.units])
+                self.committed = HSDPState(units, s.layout, s.backend, s.step, s.micro, (), Token())
                 frame = self.frame = Frame(
                     self.committed,
                     [g.handling for g in self.groups],
@@ -249,7 +252,7 @@ class Tree(Rollback):
                     followers=self._followers,
                     on_backward=self._backward_begins,
                 )
-            elif self._calls == 0:
+            else:
                 self._freshen(frame, changed)
         frame.follow([g.settings.reduction for g in self.groups])
         frame.log.journal = self._journal
@@ -257,8 +260,16 @@ class Tree(Rollback):
 
     def _freshen(self, frame: Frame, changed: Sequence[int]) -> None:
         """Gathers must be the same on all ranks. So each pass gathers what wasn't gathered by hand or kept on purpose;
-        and that, too, if any rank's parameters have changed since, which all ranks are asked for then."""
-        if any(use.kept for use in frame.uses):
+        and that, too, if any rank's parameters have changed since, which all ranks are asked for then.
+
+        Raises:
+            PhaseError: parameters have changed in an attempt, whose peers couldn't be freed if they waited in that.
+        """
+        if any(use.kept for use in frame.uses) and self.attempting:
+            if changed:
+                raise PhaseError("parameters have changed inside an attempt; step the optimizer outside of it")
+            stale = False
+        elif any(use.kept for use in frame.uses):
             everybody = len(self.backend.spec.data_parallel_group(self.backend.rank))
             stale = self.backend.votes(not changed) < everybody
         else:
