@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 export GLOG_v ?= 3
 
-.PHONY: train example test test-npu-sim train-ms test-ms parity lint types bench setup clean
+.PHONY: train example test test-torch test-npu-sim train-ms test-ms parity lint types bench setup clean
 
 setup: $(READY)
 
@@ -56,7 +56,12 @@ endif
 example: $(READY)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=4 examples/torch/$(NAME).py $(ARGS)
 
-test: $(READY)
+# Everything that must pass: with torch, then on torch_npu over a simulated CANN and with MindSpore, side by side.
+# ARGS are pytest's, for one of the three: make test-torch ARGS=tests/test_facade.py
+test: test-torch
+	$(MAKE) -j2 --output-sync=line test-npu-sim test-ms ARGS=
+
+test-torch: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 # torch_npu, the unmodified package, over a simulated CANN (tests/npu_sim/README.md). Needs g++.
