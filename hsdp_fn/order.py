@@ -69,6 +69,7 @@ class Order:
         self.now += 1
         self._finished[self.now] = []
         self._finished.pop(self.now - _PASSES, None)
+        self.whole.discard(self.now - _PASSES)
 
     def reach(self, number: int) -> None:
         """Backward has come to a pass."""

@@ -35,8 +35,8 @@ from hsdp_fn.safetensors import FileWriter, Piece, Raw, Stored
 
 from .backend import MSBackend, ms_backend
 from .binding import parameter_places
+from .roots import names_of, root_tree
 from .slots import Slots, optimizer_slots, rows_to_step
-from .tree import names_of, root_tree
 
 S = TypeVar("S", HSDPState, nn.Cell)
 

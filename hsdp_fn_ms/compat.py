@@ -17,6 +17,7 @@ from .casting import is_floating
 from .probe import facts, settle
 
 _enabled = False
+_failures = 0  # backwards that have raised
 _running: list[set[int] | None] = []  # of each backward that runs at this moment, the leaves that it is for; None: all
 
 
@@ -61,6 +62,11 @@ def delivers() -> bool:
     return bool(_running)
 
 
+def failures() -> int:
+    """How many of ``backward()`` have raised so far."""
+    return _failures
+
+
 def wanted(param: Tensor) -> bool:
     """Whether the ``backward()`` that runs is for this leaf."""
     return _running[-1] is None or id(param) in _running[-1]
@@ -92,6 +98,7 @@ def backward(
         RuntimeError: it needs a ``gradient``, doesn't require gradients, or was recorded before.
         NotImplementedError: ``create_graph``.
     """
+    global _failures
     if create_graph:
         raise NotImplementedError("backward(create_graph=True): MindSpore differentiates twice through ms.grad only")
     if not self._requires_grad:
@@ -121,6 +128,9 @@ def backward(
         run_backward((self,), (gradient,), retain_graph, False, tuple(leaves or ()))
         if facts().device == "CPU":
             settle()  # or an operator's error would come later
+    except BaseException:
+        _failures += 1
+        raise
     finally:
         _running.pop()
 

@@ -33,7 +33,7 @@ from .launch import world
 from .mesh import DeviceMesh, init_device_mesh
 from .module import HSDPModule
 from .probe import facts, settle
-from .tree import tree_of
+from .roots import tree_of
 
 C = TypeVar("C")
 _BACKENDS: weakref.WeakKeyDictionary[DeviceMesh, dict[Any, MSBackend]] = weakref.WeakKeyDictionary()

@@ -238,6 +238,10 @@ class Frame:
             for due in self._reducer.due(index):
                 self._reduce(due)
 
+    def stop(self) -> None:
+        """The present backward has stopped before its end."""
+        self.in_backward = self._received = True
+
     def start_sweep(self) -> None:
         """`settle` follows without a backward: what is held back is to be reduced."""
         self._reducer.begin(self.layout)

@@ -129,3 +129,21 @@ def _named(cell: nn.Cell) -> list[tuple[list[str], Parameter]]:
         param = owner._params[local]
         names.setdefault(id(param), ([], param))[0].append(name)
     return list(names.values())
+
+
+def require_rows(layout: Layout, backend: MSBackend) -> None:
+    """MindSpore's optimizers refuse an empty list and its autograd needs a parameter to differentiate by."""
+    if not any(p.requires_grad for p in layout.params()):
+        return
+    for rank in layout.mesh.data_parallel_group(backend.rank):
+        rows = 0
+        for unit in layout.units:
+            for b in unit.buckets:
+                if rank in b.mesh.ranks and b.grads is not None:
+                    index = b.mesh.shard_index(rank)
+                    rows += sum(0 not in m.local_shape(index) for m in b.grads.members)
+        if not rows:
+            raise LayoutError(
+                f"rank {rank} would hold no row of any trainable parameter, for which MindSpore has neither optimizers "
+                f"nor gradients; shard over fewer ranks"
+            )

@@ -17,8 +17,9 @@ from hsdp_fn.setters import SetterGroup, Setters
 
 from . import compat
 from .group import Group, group_of, groups_of
+from .roots import tree_of
 from .state_dict import Incompatible, load_into
-from .tree import Tree, tree_of
+from .tree import Tree
 
 
 class UnshardHandle:

@@ -13,7 +13,7 @@ from hsdp_fn.lifecycle import Op, check
 from hsdp_fn.setters import existing_tree
 
 from .backend import ms_backend
-from .tree import names_of
+from .roots import names_of
 
 
 def shard_parameters(state: HSDPState) -> dict[str, Parameter]:

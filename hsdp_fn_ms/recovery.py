@@ -11,7 +11,7 @@ from hsdp_fn import Collective, HSDPState
 from hsdp_fn.recovery import Attempt, ModuleAttempt, StateAttempt
 
 from .backend import ms_backend
-from .tree import root_tree
+from .roots import root_tree
 
 
 def recoverable(target: HSDPState | nn.Cell, *, schedule: Sequence[Collective] | None = None) -> Attempt:

@@ -14,7 +14,7 @@ from hsdp_fn.layout import Bucket, Member, UnitLayout
 
 from .binding import named_cells
 from .group import Group, group_of
-from .tree import root_tree
+from .roots import root_tree
 
 
 class Incompatible(NamedTuple):

@@ -8,15 +8,14 @@ parameters. An exception leaves the committed state as it was.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.graph.api import _pynative_executor
 
-from hsdp_fn import HSDPState, LayoutError, PhaseError, Sync, UnitState
+from hsdp_fn import HSDPState, PhaseError, Sync, UnitState
 from hsdp_fn import unit as on_unit
 from hsdp_fn.agreement import agree
 from hsdp_fn.layout import Layout
@@ -32,8 +31,9 @@ from .binding import Tables, named_cells, require_plain
 from .casting import casting
 from .frame import Frame
 from .gather import begin_graph
-from .group import Group, deliver, group_of, groups_of, hooked
-from .use import Pass
+from .group import Group, deliver, hooked
+from .model import require_rows
+from .recording import End, end_recording, require_recording
 
 
 class Tree(Rollback):
@@ -64,12 +64,13 @@ class Tree(Rollback):
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.last_backward, self.strict = groups[0].settings.last_backward, groups[0].settings.strict
         self._followers: dict[int, int] = {}
+        self._failures = 0  # of ``backward()`` when the present backward began
         self.arrange()
         self._facts: list[object] = [g.facts() for g in self.groups]
         if not self.groups:
             return  # nothing to shard: `run` only calls
         layout = self._plan()
-        _require_rows(layout, self.backend)
+        require_rows(layout, self.backend)
         initial = []
         for group, plan in zip(self.groups, layout.units, strict=True):
             assert group.unit is not None
@@ -118,6 +119,8 @@ class Tree(Rollback):
         """
         if self.running and not self._calls:
             raise PhaseError("used in backward, by a hook for instance; do that afterwards")
+        if self.frame is not None and self.frame.in_backward and compat.failures() > self._failures:
+            self.frame.stop()
         super().undo_failed_backward()
         if self.frame is not None and self.frame.in_backward:
             self.drop()
@@ -138,11 +141,14 @@ class Tree(Rollback):
         try:
             if group.layout is None:
                 return casting(group.settings.mp_policy, call, args, kwargs)
-            return frame.run(self.indices[id(group)], call, args, kwargs, final=group.runs(cell))
+            out = frame.run(self.indices[id(group)], call, args, kwargs, final=group.runs(cell))
+            if outermost:
+                require_recording(frame)
+            return out
         except BaseException:
             if outermost:
                 self.drop()
-                _end_recording()
+                end_recording()
             raise
         finally:
             self._calls -= 1
@@ -209,7 +215,7 @@ class Tree(Rollback):
         now = frame.begin_pass()
         if _pynative_executor.requires_grad() and (params := self._differentiated()):
             earlier = [(p, o.shape) for g in self.groups for o in g.originals if (p := o.ref()) is not None]
-            ends = _End(self, now, params, [shape for _, shape in earlier])
+            ends = End(self, now, params, [shape for _, shape in earlier])
             now.anchor = begin_graph(ends, [*params, *(p for p, _ in earlier)])
         return frame
 
@@ -345,6 +351,7 @@ class Tree(Rollback):
     def _backward_begins(self) -> None:
         frame = self.frame
         assert frame is not None
+        self._failures = compat.failures()
         with ms._no_grad():
             if self._changed():
                 frame.outdate()
@@ -354,21 +361,32 @@ class Tree(Rollback):
                 )
         frame.follow([g.settings.reduction for g in self.groups])
 
-    def end_backward(self, micro: int = 1) -> Gradients:
-        """Commit; the finished gradients. The frame goes on, for other passes."""
+    def end_backward(self, *, hooks: bool, micro: int = 1) -> Gradients:
+        """Commit; the finished gradients. The frame goes on, for other passes. If anything raises before the commit,
+        the backward has stopped, like one that has raised elsewhere.
+
+        Args:
+            hooks: run those of the parameters first, outside of attempts; else MindSpore does, afterwards.
+        """
         frame = self.frame
         assert frame is not None
-        frame.settle()
-        state = frame.snapshot(micro=micro)
-        ledger = Log(self._journal)
-        ledger.extend(state.ledger)
-        units = []
-        for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
-            group.to_run.clear()
-            units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(), ledger))
-        self.backend.catch_up()
-        plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
-        gradients: Gradients = [p for group, plan, unit in plans for p in group.gradients(plan, unit)]
+        try:
+            frame.settle()
+            state = frame.snapshot(micro=micro)
+            ledger = Log(self._journal)
+            ledger.extend(state.ledger)
+            units = []
+            for group, plan, unit in zip(self.groups, state.layout.units, state.units, strict=True):
+                group.to_run.clear()
+                units.append(on_unit.finish_reduce(unit, plan, group.unit_backend(), ledger))
+            self.backend.catch_up()
+            plans = reversed(list(zip(self.groups, state.layout.units, units, strict=True)))
+            gradients: Gradients = [p for group, plan, unit in plans for p in group.gradients(plan, unit)]
+            if hooks and self._attempt is None:
+                gradients = self.hooked(gradients)
+        except BaseException:
+            frame.stop()
+            raise
         done = [UnitState(u.name, u.master, u.full, u.acc_full, u.acc_partial, None, None) for u in units]
         self.committed = HSDPState(
             tuple(done), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token()
@@ -391,7 +409,7 @@ class Tree(Rollback):
             for way in ways:
                 way.sync = Sync.FULL
             try:
-                self.keep_or_deliver(self.end_backward(micro=0))
+                self.keep_or_deliver(self.end_backward(hooks=True, micro=0))
             except BaseException:
                 self.drop()
                 raise
@@ -400,11 +418,11 @@ class Tree(Rollback):
                     way.sync = sync
 
     def keep_or_deliver(self, gradients: Gradients) -> None:
-        """Gradients for the parameters' ``.grad``: at once, or when the attempt has succeeded."""
+        """Gradients, after their hooks, for the parameters' ``.grad``: at once, or when the attempt has succeeded."""
         if self._attempt is not None:
             self._attempt[2].append(gradients)
         else:
-            self.deliver(self.hooked(gradients))
+            self.deliver(gradients)
 
     def hooked(self, gradients: Gradients) -> Gradients:
         """See `Rollback.hooked`."""
@@ -416,122 +434,13 @@ class Tree(Rollback):
             deliver(gradients)
 
     def reset(self, keep: Keep = Keep.NOTHING) -> None:
-        """See `Rollback.reset`, and `_end_recording`."""
+        """See `Rollback.reset`, and `recording.end_recording`."""
         super().reset(keep)
-        _end_recording()
+        end_recording()
 
     def end_attempt(self, *, commit: bool) -> None:
-        """See `Rollback.end_attempt`, and `_end_recording`."""
+        """See `Rollback.end_attempt`, and `recording.end_recording`."""
         failed = self.attempting and not commit
         super().end_attempt(commit=commit)
         if failed:
-            _end_recording()
-
-
-def _end_recording() -> None:
-    """End what MindSpore still records: it never ends the graph of a function that has raised, and the next backward of
-    some operators (LayerNorm) fails then."""
-    recording = _pynative_executor.grad_flag()
-    _pynative_executor.clear_res()
-    _pynative_executor.set_grad_flag(recording)
-
-
-class _End:
-    """The end of a pass's backward.
-
-    Args:
-        params: what gradients are for.
-        earlier: shapes of parameters from before `fully_shard` that somebody still holds.
-    """
-
-    def __init__(self, tree: Tree, came: Pass, params: Sequence[Parameter], earlier: Sequence[tuple[int, ...]]) -> None:
-        self._tree, self._came, self._at = weakref.ref(tree), came, {id(p): i for i, p in enumerate(params)}
-        self._earlier = earlier
-
-    def __call__(self) -> list[Tensor | None]:
-        """Gradients of the parameters, for MindSpore to hand on; and something for the earlier ones, whose hooks raise
-        if it was these that were asked for."""
-        tree = self._tree()
-        if tree is None or tree.frame is None:
-            raise PhaseError("the iteration of this graph has ended; it can't be differentiated any more")
-        gradients = tree.end_backward()
-        self._came.end()
-        found: list[Tensor | None] = [None] * len(self._at)
-        if compat.delivers():
-            tree.keep_or_deliver([g for g in gradients if compat.wanted(g[0])])
-            return [*found, *(None for _ in self._earlier)]
-        aside = []
-        for param, grad, where in gradients:
-            if where == "grad":
-                found[self._at[id(param)]] = grad
-            else:
-                aside.append((param, grad, where))
-        tree.keep_or_deliver(aside)
-        zero = Tensor(0.0, ms.float32)
-        return [*found, *(mint.broadcast_to(zero, shape) for shape in self._earlier)]  # views of one element
-
-
-def tree_of(cell: Any, *, outermost: bool = False) -> Tree:
-    """The tree that the cell belongs to. The first cell that asks becomes the root of one; with ``outermost``, the
-    outermost sharded cell above it does. Making one communicates one short message a rank.
-
-    Raises:
-        RuntimeError: a cell below was the root of a tree of its own; it can't be the root, being one of a list.
-    """
-    tree: Tree | None = cell.__dict__.get("_hsdp_tree")
-    if tree is not None:
-        return tree
-    above = cell.__dict__.get("_hsdp_inner")
-    root = (above() if outermost and above is not None else None) or cell
-    below = [c for _, c in named_cells(root)]
-    for name, c in named_cells(root):
-        if "_hsdp_tree" in c.__dict__:
-            raise RuntimeError(f"cell {name!r} ran as a root of its own before {type(root).__name__}")
-    if len(group_of(root).modules) > 1:
-        raise RuntimeError("fully_shard of a list can't be the single root module; shard the cell around it too")
-    with ms._no_grad():
-        tree = Tree(root, groups_of(root))
-    for c in below:
-        if "_hsdp_group" in c.__dict__:
-            c.__dict__["_hsdp_tree"] = tree
-    return tree
-
-
-def root_tree(cell: nn.Cell, function: str) -> Tree:
-    """The tree of a root; see `tree_of`.
-
-    Raises:
-        TypeError: no cell of `fully_shard`. RuntimeError: not the root.
-    """
-    if not isinstance(cell, nn.Cell) or "_hsdp_group" not in cell.__dict__:
-        raise TypeError(f"{function} takes a state or a cell of fully_shard, found {type(cell).__name__}")
-    if cell.__dict__.get("_hsdp_inner") is not None or (tree := tree_of(cell)).root is not cell:
-        raise RuntimeError(f"{function} takes the root: the state is the whole tree's")
-    return tree
-
-
-def names_of(cell: Any) -> dict[int, str]:
-    """Fully qualified names of the parameters of a cell's tree, by identity; empty before there is one."""
-    tree: Tree | None = cell.__dict__.get("_hsdp_tree")
-    if tree is None or not tree.groups:
-        return {}
-    units = zip(tree.groups, tree.committed.layout.units, strict=True)
-    return {id(p): spec.name for g, plan in units for p, spec in zip(g.params, plan.params, strict=True)}
-
-
-def _require_rows(layout: Layout, backend: MSBackend) -> None:
-    """MindSpore's optimizers refuse an empty list and its autograd needs a parameter to differentiate by."""
-    if not any(p.requires_grad for p in layout.params()):
-        return
-    for rank in layout.mesh.data_parallel_group(backend.rank):
-        rows = 0
-        for unit in layout.units:
-            for b in unit.buckets:
-                if rank in b.mesh.ranks and b.grads is not None:
-                    index = b.mesh.shard_index(rank)
-                    rows += sum(0 not in m.local_shape(index) for m in b.grads.members)
-        if not rows:
-            raise LayoutError(
-                f"rank {rank} would hold no row of any trainable parameter, for which MindSpore has neither optimizers "
-                f"nor gradients; shard over fewer ranks"
-            )
+            end_recording()
