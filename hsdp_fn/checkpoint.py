@@ -147,7 +147,8 @@ def write(
     Raises:
         FileExistsError: there is something at ``path``.
         OSError: as the file system does.
-        PeerFailed: on the ranks that were fine. Nothing is at ``path`` then.
+        PeerFailed: on the ranks that were fine. Nothing is at ``path`` then, unless it was the very last message
+            that failed, after the directory had got its name: it is complete.
     """
     place = unfinished(path)
 

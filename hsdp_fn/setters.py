@@ -231,16 +231,14 @@ class Setters:
         all if these differ. Communicates one short message a rank and unit in each backward: for debugging."""
         require_bool("check", check)
         for group in self._hsdp_groups(recurse):
-            group.settings.reduction = replace(group.settings.reduction, unused="checked" if check else "none")
+            _set_unused(group.settings, "checked", check)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a trainable parameter without a gradient counts as one of zeros, so that ranks may use different
         parameters. Otherwise its ``.grad`` stays None."""
         require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in self._hsdp_groups(recurse):
-            r = group.settings.reduction
-            unused = "zeros" if reduce_scatter_unused_params else "none"
-            group.settings.reduction = ReductionPolicy(r.op, r.divide_factor, r.scaling_factor, unused)
+            _set_unused(group.settings, "zeros", reduce_scatter_unused_params)
 
     # -- how it communicates ------------------------------------------------------------------------------------
 
@@ -296,6 +294,12 @@ def existing_tree(module: object) -> SetterTree:
     if tree is None:
         raise RuntimeError("the state exists from the root's first forward on")
     return tree
+
+
+def _set_unused(settings: Settings, way: str, on: bool) -> None:
+    """What becomes of unused parameters. Switching off one way leaves the other on."""
+    now = settings.reduction.unused
+    settings.reduction = replace(settings.reduction, unused=way if on else "none" if now == way else now)
 
 
 def _number(factor: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
@@ -18,7 +17,6 @@ from hsdp_fn import ROOT, Layout, LayoutError, PhaseError
 if TYPE_CHECKING:
     from .frame import Frame
 
-_BINDINGS: WeakKeyDictionary[nn.Cell, Binding] = WeakKeyDictionary()
 #: Where a parameter stands: its cell, the local name, the parameter's index in its unit.
 Slot = tuple[nn.Cell, str, int]
 
@@ -31,9 +29,9 @@ def binding_of(cell: nn.Cell, layout: Layout) -> Binding:
         NotImplementedError: a cell that would lose gradients, see `require_plain`.
     """
     require_plain(cell)
-    found = _BINDINGS.get(cell)
+    found: Binding | None = cell.__dict__.get("_hsdp_binding")
     if found is None or found.layout != layout or not found.fits(cell):
-        found = _BINDINGS[cell] = Binding(cell, layout)
+        found = cell.__dict__["_hsdp_binding"] = Binding(cell, layout)
     return found
 
 
@@ -110,7 +108,7 @@ class Binding(Tables):
                     raise LayoutError(f"unit cell {name!r} ({type(cell).__name__}) has no construct of its own")
                 if all(cell is not other for other, _ in self._cells):
                     self._cells.append((cell, self._call(cell, index, last=name == plan.modules[-1])))
-        self._below = [cell for _, cell in named_cells(model)][1:]  # not the model itself, which would live on by it
+        self._below = [cell for _, cell in named_cells(model)][1:]
         super().__init__(slots)
 
     def fits(self, model: nn.Cell) -> bool:

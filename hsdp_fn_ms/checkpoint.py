@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common.np_dtype import bfloat16
@@ -37,6 +38,7 @@ from .backend import MSBackend, ms_backend
 from .binding import parameter_places
 from .roots import names_of, root_tree
 from .slots import Slots, optimizer_slots, rows_to_step
+from .state_dict import whole_masters
 
 S = TypeVar("S", HSDPState, nn.Cell)
 
@@ -278,7 +280,8 @@ def load_rows(
 
     _agree(together(backend, read), "layout, checkpoint or strict", "optimizer")
     for value, tensor in states:
-        value.copy_(tensor)  # not `set_data`, after which MindSpore 2.10's Adam makes other steps on CPU
+        with ms._no_grad():
+            value.copy_(tensor)  # not `set_data`, after which MindSpore 2.10's Adam makes other steps on CPU
     return rows, found[0]
 
 
@@ -321,20 +324,13 @@ def save_full(path: str | PathLike[str], state: HSDPState, *, rename: Mapping[st
 
     try:
         together(backend, begin)
-        for unit, plan in zip(state.units, state.layout.units, strict=True):
-            for bucket, flat in zip(plan.buckets, unit.master, strict=True):
-                if bucket.mesh.shard_size > 1 and bucket.params.numel:
-                    flat, flight = backend.all_gather(bucket.mesh, flat)
-                    backend.wait(flight)
-                for member, value in zip(
-                    bucket.params.members, backend.unpack(bucket.mesh, bucket.params, flat), strict=True
-                ):
-                    try:
-                        for file in files if not failure else ():
-                            for name in parts[member.spec.name].names:
-                                file.put(name, _raw(value))
-                    except Exception as error:  # the peers go on gathering, so this rank has to
-                        failure.append(error)
+        for member, value in whole_masters(state):
+            try:
+                for file in files if not failure else ():
+                    for name in parts[member.spec.name].names:
+                        file.put(name, _raw(value))
+            except Exception as error:  # the peers go on gathering, so this rank has to
+                failure.append(error)
         together(backend, finish)
     except BaseException:
         for file in files:

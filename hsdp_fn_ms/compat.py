@@ -5,8 +5,9 @@ Without it, differentiate with ``mindspore.value_and_grad(fn, None, weights=cell
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspore import Tensor, nn, ops
@@ -47,14 +48,33 @@ def enable_mindspore_backward_compat() -> None:
                 setattr(Tensor, name, what)
         if not hasattr(nn.Cell, "zero_grad"):
             nn.Cell.zero_grad = zero_grad
+        _pynative_executor.grad = _recording_after(_pynative_executor.grad)
     _enabled = True
     record()
 
 
+def _recording_after(grad: Callable[..., Any]) -> Callable[..., Any]:
+    """MindSpore's own differentiation, which ends all recording; but what follows is to be recorded again."""
+
+    @functools.wraps(grad)
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return grad(*args, **kwargs)
+        finally:
+            record()
+
+    return differentiate
+
+
 def record() -> None:
-    """Let what follows be recorded for ``backward()``, where that is there: MindSpore's own functions end it."""
+    """Let what follows be recorded for ``backward()``, where that is there."""
     if _enabled:
         _pynative_executor.set_grad_flag(True)
+
+
+def enabled() -> bool:
+    """Whether ``backward()`` is there."""
+    return _enabled
 
 
 def delivers() -> bool:
@@ -149,7 +169,7 @@ def _retain_grad(self: Tensor) -> None:
 
     def keep(grad: Tensor) -> Tensor:
         if (tensor := owner()) is not None:
-            tensor._grad = grad
+            tensor._grad = grad if tensor._grad is None else ops.add(tensor._grad, grad)
         return grad
 
     if not self._is_leaf and not getattr(self, "_hsdp_retains", False):

@@ -33,6 +33,7 @@ from .launch import world
 from .mesh import DeviceMesh, init_device_mesh
 from .module import HSDPModule
 from .probe import facts, settle
+from .recording import end_failed_graphs
 from .roots import tree_of
 
 C = TypeVar("C")
@@ -178,6 +179,7 @@ def _take(
 ) -> None:
     ignored = parameters_of("ignored_params", ignored, Parameter, Tensor)
     replicated = parameters_of("replicate_params", replicated, Parameter, Tensor)
+    end_failed_graphs()
     with ms._no_grad():
         group.shard(list(_own_parameters(group.modules)), ignored, replicated, placement_fn)
     for cell in group.modules:

@@ -398,7 +398,7 @@ class Frame:
             return grad
 
         for tensor in tensors_in(out):
-            if tensor._requires_grad:
+            if tensor._requires_grad and not tensor._is_leaf:  # a leaf was made by no unit
                 tensor.register_hook(hook)
 
     def _saved_params(self, index: int) -> Any:

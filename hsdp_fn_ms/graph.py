@@ -26,7 +26,7 @@ from hsdp_fn.layout import Bucket, Collective, UnitLayout
 from hsdp_fn.lifecycle import Op, check
 from hsdp_fn.state import Token
 
-from . import traced
+from . import compat, traced
 from .backend import MSBackend, ms_backend
 from .casting import is_floating
 
@@ -165,7 +165,8 @@ class UnitGraph:
                     f"{op}: input {at} of {self._what} is a {type(tensor).__name__}; inputs are tensors, let the "
                     f"function capture what is constant"
                 )
-        if _pynative_executor.requires_grad():
+        recorded = any(t._requires_grad and not t._is_leaf for t in inputs)  # for ``backward()`` everything may be
+        if _pynative_executor.requires_grad() and (recorded or not compat.enabled()):
             raise PhaseError(
                 f"{op}: {self._what} was called inside a differentiation, which can't reach its parameters; call "
                 f"backward() or value_and_grad() of the compiled unit instead"

@@ -81,7 +81,8 @@ def optimizer_step(
     for name, param in params.items():
         # Not `set_data`, after which MindSpore 2.10's Adam makes other steps on CPU (guarded by test_optim.py), nor
         # `ops.assign`, which has no bfloat16 there.
-        param.copy_(current[name].copy())
+        with ms._no_grad():
+            param.copy_(current[name].copy())
     if optimizer is not None:
         given = {id(param): rows[name] for name, param in params.items()}
         optimizer(

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint
 from mindspore.graph.api import _pynative_executor
+from mindspore.ops.composite import base
+from mindspore.ops.function.grad import grad_func
 
 from hsdp_fn import PhaseError
 
 from . import compat
-from .frame import Frame
 from .use import Pass
 
 if TYPE_CHECKING:
     from .tree import Tree
 
 
-def require_recording(frame: Frame) -> None:
-    """Raise `PhaseError` where a forward for ``backward()`` wasn't recorded to its end: its gradients would be lost."""
-    if frame.now is not None and frame.now.anchor is not None and not _pynative_executor.requires_grad():
-        raise PhaseError(
-            "MindSpore has stopped recording inside this forward, as its grad and value_and_grad do when they return; "
-            "with backward() these can't be used inside a forward"
-        )
+def end_failed_graphs() -> None:
+    """From now on, in this process, end what MindSpore records when a function that it differentiates raises, which it
+    forgets: the next backward of some operators (LayerNorm) would fail. Does nothing the second time."""
+    if getattr(base._pynative_func_grad_forward, "_hsdp_ends", False):
+        return
+    forward, running = base._pynative_func_grad_forward, 0
+
+    @functools.wraps(forward)
+    def ended(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal running
+        running += 1
+        try:
+            return forward(fn, *args, **kwargs)
+        except BaseException:
+            if running == 1:  # else an outer function goes on, if it catches this
+                end_recording()
+            raise
+        finally:
+            running -= 1
+
+    ended._hsdp_ends = True  # type: ignore[attr-defined]
+    base._pynative_func_grad_forward = grad_func._pynative_func_grad_forward = ended
 
 
 def end_recording() -> None:
-    """End what MindSpore still records: it never ends the graph of a function that has raised, and the next backward of
-    some operators (LayerNorm) fails then."""
+    """End what MindSpore still records."""
     recording = _pynative_executor.grad_flag()
     _pynative_executor.clear_res()
     _pynative_executor.set_grad_flag(recording)
@@ -61,12 +77,7 @@ class End:
         if compat.delivers():
             tree.keep_or_deliver([g for g in gradients if compat.wanted(g[0])])
             return [*found, *(None for _ in self._earlier)]
-        aside = []
-        for param, grad, where in gradients:
-            if where == "grad":
-                found[self._at[id(param)]] = grad
-            else:
-                aside.append((param, grad, where))
-        tree.keep_or_deliver(aside)
+        for param, grad, _ in gradients:  # main gradients, too, in the parameter's dtype: MindSpore takes no other
+            found[self._at[id(param)]] = grad if grad.dtype == param.dtype else grad.astype(param.dtype)
         zero = Tensor(0.0, ms.float32)
         return [*found, *(mint.broadcast_to(zero, shape) for shape in self._earlier)]  # views of one element

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 
-from hsdp_fn import clone, full_params, unshard
+from hsdp_fn import HSDPState
 from hsdp_fn.arguments import require_bool
 from hsdp_fn.layout import Bucket, Member, UnitLayout
 
+from .backend import ms_backend
 from .binding import named_cells
 from .group import Group, group_of
 from .roots import root_tree
@@ -47,9 +49,22 @@ def get_model_state_dict(cell: nn.Cell, *, full_state_dict: bool = True) -> dict
     if full_state_dict and _places(cell):
         tree = root_tree(cell, "get_model_state_dict")
         with ms._no_grad():
-            whole = full_params(unshard(clone(tree.up_to_date())))
-        found |= {name: value.copy() for name, value in whole.items() if name in found}
+            for member, value in whole_masters(tree.up_to_date()):
+                found |= {name: value.copy() for name in (member.spec.name, *member.spec.aliases) if name in found}
     return found
+
+
+def whole_masters(state: HSDPState) -> Iterator[tuple[Member, Tensor]]:
+    """Every parameter's whole value, in the dtype of its master, valid until the next one is asked for. Communicates:
+    for each sharded bucket one all-gather over its shard group (not in the ledger)."""
+    backend = ms_backend(state)
+    for unit, plan in zip(state.units, state.layout.units, strict=True):
+        for bucket, flat in zip(plan.buckets, unit.master, strict=True):
+            if bucket.mesh.shard_size > 1 and bucket.params.numel:
+                flat, flight = backend.all_gather(bucket.mesh, flat)
+                backend.wait(flight)
+            values = backend.unpack(bucket.mesh, bucket.params, flat)
+            yield from zip(bucket.params.members, values, strict=True)
 
 
 def set_model_state_dict(cell: nn.Cell, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> Incompatible:
@@ -76,12 +91,15 @@ def load_into(cell: nn.Cell, state_dict: Mapping[str, Tensor], *, strict: bool =
         raise RuntimeError("load_state_dict inside a forward or backward; call it afterwards")
     places, targets = _places(cell), dict(_named(cell))
     problems, ready = [], []
-    done: set[int] = set()
+    done: dict[int, str] = {}
     for name, target in targets.items():
-        if name not in state_dict or id(target) in done:
+        if name not in state_dict:
             continue
-        done.add(id(target))
         value = state_dict[name]
+        if (first := done.setdefault(id(target), name)) != name:  # tied
+            if isinstance(value, Tensor) and not np.array_equal(value.asnumpy(), state_dict[first].asnumpy()):
+                problems.append(f"{name!r} and {first!r} are one parameter, but have different values")
+            continue
         if not isinstance(value, Tensor):
             problems.append(f"{name!r} is a {type(value).__name__}, expected a tensor")
             continue

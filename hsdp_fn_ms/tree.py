@@ -33,7 +33,7 @@ from .frame import Frame
 from .gather import begin_graph
 from .group import Group, deliver, hooked
 from .model import require_rows
-from .recording import End, end_recording, require_recording
+from .recording import End, end_recording
 
 
 class Tree(Rollback):
@@ -64,6 +64,9 @@ class Tree(Rollback):
         self.indices = {id(g): i for i, g in enumerate(self.groups)}
         self.last_backward, self.strict = groups[0].settings.last_backward, groups[0].settings.strict
         self._followers: dict[int, int] = {}
+        self._delivered = False  # gradients, since it was last asked whether parameters have changed
+        self._ask = False  # something has happened since, after which it matters
+        self._pending = 0  # passes that were recorded and have had no backward yet
         self._failures = 0  # of ``backward()`` when the present backward began
         self.arrange()
         self._facts: list[object] = [g.facts() for g in self.groups]
@@ -111,6 +114,26 @@ class Tree(Rollback):
         nobody tells.)"""
         return self._calls > 0 or (compat.delivers() and self.frame is not None and self.frame.in_backward)
 
+    @property
+    def state(self) -> HSDPState:
+        """See `Rollback.state`; with masters of the parameters' present values."""
+        s = super().state
+        if self.running or not self.groups:
+            return s
+        with ms._no_grad():
+            plans = zip(self.groups, s.layout.units, s.units, strict=True)
+            units = tuple([g.adopt(p, u) if g.changed(p, u) else u for g, p, u in plans])
+        return HSDPState(units, s.layout, s.backend, s.step, s.micro, s.ledger, Token(s.token.journal))
+
+    def stopped(self) -> str | None:
+        """See `Rollback.stopped`. In an attempt, and where iterations are strict, a backward of inputs alone counts:
+        nobody tells of its end."""
+        frame = self.frame
+        failed = self.attempting or self.strict or compat.failures() > self._failures
+        if frame is not None and frame.in_backward and failed:
+            frame.stop()
+        return super().stopped()
+
     def undo_failed_backward(self) -> None:
         """See `Rollback.undo_failed_backward`. Also drops a backward of inputs alone, of whose end nobody has told.
 
@@ -119,8 +142,6 @@ class Tree(Rollback):
         """
         if self.running and not self._calls:
             raise PhaseError("used in backward, by a hook for instance; do that afterwards")
-        if self.frame is not None and self.frame.in_backward and compat.failures() > self._failures:
-            self.frame.stop()
         super().undo_failed_backward()
         if self.frame is not None and self.frame.in_backward:
             self.drop()
@@ -141,14 +162,10 @@ class Tree(Rollback):
         try:
             if group.layout is None:
                 return casting(group.settings.mp_policy, call, args, kwargs)
-            out = frame.run(self.indices[id(group)], call, args, kwargs, final=group.runs(cell))
-            if outermost:
-                require_recording(frame)
-            return out
+            return frame.run(self.indices[id(group)], call, args, kwargs, final=group.runs(cell))
         except BaseException:
             if outermost:
                 self.drop()
-                end_recording()
             raise
         finally:
             self._calls -= 1
@@ -159,12 +176,14 @@ class Tree(Rollback):
         """Gather a group by hand. Communicates: its all-gathers, unless it is there."""
         frame, index = self._begin_pass() if self._calls == 0 else self.frame, self.indices[id(group)]
         assert frame is not None
-        if wait:
-            frame.hold(index)
-        else:
-            frame.start_unshard(index)
-        if self._calls == 0:
-            frame.end_pass(whole=False)
+        try:
+            if wait:
+                frame.hold(index)
+            else:
+                frame.start_unshard(index)
+        finally:
+            if self._calls == 0:
+                frame.end_pass(whole=False)
 
     def finish_unshard(self, group: Group) -> None:
         """Wait for a gather that was started by hand, if it is still under way."""
@@ -201,7 +220,7 @@ class Tree(Rollback):
                     if spec.name in rows and param.size:
                         param.copy_(rows[spec.name])
             units = [g.adopt(p, u) for g, p, u in zip(self.groups, s.layout.units, s.units, strict=True)]
-        self.committed = HSDPState(tuple(units), s.layout, s.backend, step, 0, (), Token())
+        self.committed, self._delivered = HSDPState(tuple(units), s.layout, s.backend, step, 0, (), Token()), False
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -216,6 +235,7 @@ class Tree(Rollback):
         if _pynative_executor.requires_grad() and (params := self._differentiated()):
             earlier = [(p, o.shape) for g in self.groups for o in g.originals if (p := o.ref()) is not None]
             ends = End(self, now, params, [shape for _, shape in earlier])
+            self._pending += 1
             now.anchor = begin_graph(ends, [*params, *(p for p, _ in earlier)])
         return frame
 
@@ -241,15 +261,15 @@ class Tree(Rollback):
         layout = self._plan_again() if facts != self._facts else None
         with ms._no_grad():
             changed = self._changed()
+            anywhere = self._changed_anywhere(bool(changed))
             if layout is not None:
                 self.drop()
                 self._facts = facts
-            self._follow(layout, changed)
+            self._follow(layout, changed, stepped=anywhere and self._delivered)
+            if not self.attempting:
+                self._delivered = self._ask = False
             frame = self.frame
             if frame is None:
-                s = self.committed
-                units = tuple([without_full(u) for u in s.units])
-                self.committed = HSDPState(units, s.layout, s.backend, s.step, s.micro, (), Token())
                 frame = self.frame = Frame(
                     self.committed,
                     [g.handling for g in self.groups],
@@ -258,41 +278,42 @@ class Tree(Rollback):
                     followers=self._followers,
                     on_backward=self._backward_begins,
                 )
-            else:
-                self._freshen(frame, changed)
+                self._pending = 0
+            elif anywhere:
+                frame.outdate()
+                self._pending = 0
+            for index, use in enumerate(frame.uses):
+                if not use.kept:  # gathers must be the same on all ranks, whatever graphs they still hold
+                    frame.reshard(index)
+            frame.resume(self._joined(frame))
         frame.follow([g.settings.reduction for g in self.groups])
         frame.log.journal = self._journal
         return frame
 
-    def _freshen(self, frame: Frame, changed: Sequence[int]) -> None:
-        """Gathers must be the same on all ranks. So each pass gathers what wasn't gathered by hand or kept on purpose;
-        and that, too, if any rank's parameters have changed since, which all ranks are asked for then.
+    def _changed_anywhere(self, mine: bool) -> bool:
+        """Whether parameters of any rank have changed, where that matters: for full parameters still there, for
+        graphs that may be differentiated yet, and for the number of steps. Communicates then: one number, as a vote.
 
         Raises:
-            PhaseError: parameters have changed in an attempt, whose peers couldn't be freed if they waited in that.
+            PhaseError: parameters have changed in an attempt, whose peers couldn't be freed from such a vote.
         """
-        if any(use.kept for use in frame.uses) and self.attempting:
-            if changed:
+        if self.attempting:
+            if mine:
                 raise PhaseError("parameters have changed inside an attempt; step the optimizer outside of it")
-            stale = False
-        elif any(use.kept for use in frame.uses):
-            everybody = len(self.backend.spec.data_parallel_group(self.backend.rank))
-            stale = self.backend.votes(not changed) < everybody
-        else:
-            stale = bool(changed)
-        if stale:
-            frame.outdate()
-        for index, use in enumerate(frame.uses):
-            if not use.kept:
-                frame.reshard(index)
-        state = frame.snapshot()
-        units = [
-            UnitState(u.name, c.master, u.full, u.acc_full, u.acc_partial, u.reducing, u.grad)
-            for u, c in zip(state.units, self.committed.units, strict=True)
-        ]
+            return False
+        if not (self._ask or self._pending or (self.frame and any(use.kept for use in self.frame.uses))):
+            return mine
+        return self.backend.votes(not mine) < len(self.backend.spec.data_parallel_group(self.backend.rank))
+
+    def _joined(self, frame: Frame) -> HSDPState:
+        """The committed state, which it becomes, with the full parameters that the frame has kept."""
         s = self.committed
+        units = [
+            UnitState(u.name, u.master, use.state.full, u.acc_full, u.acc_partial, u.reducing, u.grad)
+            for u, use in zip(s.units, frame.uses, strict=True)
+        ]
         self.committed = HSDPState(tuple(units), s.layout, s.backend, s.step, s.micro, (), Token())
-        frame.resume(self.committed)
+        return self.committed
 
     def _changed(self) -> list[int]:
         """Units whose parameters somebody has updated since the last pass."""
@@ -300,17 +321,15 @@ class Tree(Rollback):
         units = enumerate(zip(self.groups, s.layout.units, s.units, strict=True))
         return [i for i, (group, plan, unit) in units if group.changed(plan, unit)]
 
-    def _follow(self, layout: Layout | None, changed: Sequence[int]) -> None:
-        """Bring the committed state up to date with what has changed outside."""
+    def _follow(self, layout: Layout | None, changed: Sequence[int], *, stepped: bool) -> None:
+        """Bring the committed state up to date with what has changed outside. Nothing is gathered in it afterwards."""
         s = self.committed
-        if layout is None and not changed:
-            return
         layout = layout or s.layout
         units = [
             g.adopt(p, u) if i in changed else without_full(u)
             for i, (g, p, u) in enumerate(zip(self.groups, layout.units, s.units, strict=True))
         ]
-        step, micro = (s.step + 1, 0) if s.micro and changed else (s.step, s.micro)
+        step, micro = (s.step + 1, 0) if stepped else (s.step, s.micro)
         self.committed = HSDPState(tuple(units), layout, s.backend, step, micro, (), Token())
 
     def _plan_again(self) -> Layout:
@@ -349,16 +368,11 @@ class Tree(Rollback):
     # -- backward -----------------------------------------------------------------------------------------------
 
     def _backward_begins(self) -> None:
+        """What is gathered for it are the masters, of the values that the forward has had, even if an optimizer has
+        stepped the parameters since."""
         frame = self.frame
         assert frame is not None
         self._failures = compat.failures()
-        with ms._no_grad():
-            if self._changed():
-                frame.outdate()
-                raise PhaseError(
-                    "parameters have changed since the forward of this graph, by an optimizer's step for instance; its "
-                    "gradients would mix old values with new ones. Run backward before the step, or forward again"
-                )
         frame.follow([g.settings.reduction for g in self.groups])
 
     def end_backward(self, *, hooks: bool, micro: int = 1) -> Gradients:
@@ -391,6 +405,10 @@ class Tree(Rollback):
         self.committed = HSDPState(
             tuple(done), state.layout, state.backend, state.step, state.micro, tuple(ledger), Token()
         )
+        if micro and self._pending:
+            self._pending -= 1
+        self._delivered |= any(g.handling.sync is Sync.FULL for g in self.groups)
+        self._ask |= self._delivered
         frame.resume(self.committed)
         return gradients
 
@@ -433,6 +451,11 @@ class Tree(Rollback):
         with ms._no_grad():
             deliver(gradients)
 
+    def drop(self) -> None:
+        """See `Rollback.drop`."""
+        super().drop()
+        self._ask = True
+
     def reset(self, keep: Keep = Keep.NOTHING) -> None:
         """See `Rollback.reset`, and `recording.end_recording`."""
         super().reset(keep)
@@ -443,4 +466,5 @@ class Tree(Rollback):
         failed = self.attempting and not commit
         super().end_attempt(commit=commit)
         if failed:
+            self._delivered = False
             end_recording()

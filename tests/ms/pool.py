@@ -92,8 +92,12 @@ def serve(rank: int, world: int, port: int, directory: str, descriptor: int) -> 
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
+            import mindspore
+
             import hsdp_fn_ms
 
+            if not os.environ.get("HSDP_MS_ASYNC"):  # operators in the calling thread: many times faster on few cores
+                mindspore.runtime.launch_blocking()
             hsdp_fn_ms.init_process_group(rank=rank, world_size=world, address=f"127.0.0.1:{port}", timeout=180.0)
             pipe.send_bytes(pickle.dumps(Outcome(rank)))
         except BaseException as error:
@@ -121,7 +125,12 @@ def _answer(rank: int, world: int, job: bytes, stacks: TextIO) -> bytes:
         return pickle.dumps(Outcome(rank, failure=Failure.of(rank, error)))
     finally:
         with contextlib.suppress(Exception):
+            from mindspore.graph.api import _pynative_executor
+
+            from hsdp_fn_ms import compat
             from hsdp_fn_ms.probe import settle
 
+            compat._enabled = False  # each job is as if it were alone in the process
+            _pynative_executor.set_grad_flag(False)
             settle()  # a late error of this job mustn't meet the next one
         faulthandler.cancel_dump_traceback_later()

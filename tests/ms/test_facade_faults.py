@@ -254,7 +254,8 @@ def test_a_rank_that_fails_alone_in_an_attempt_frees_its_peers(rank, world, how,
 
 @pytest.mark.parametrize("how", HOWS)
 @on_ranks(2)
-def test_parameters_that_change_between_forward_and_backward_are_an_error(rank, world, how):
+def test_parameters_that_change_between_forward_and_backward_leave_the_gradient_that_of_the_forward(rank, world, how):
+    expected = clean(how, world, *batch(rank))
     cell = watched(how, world)
     values = {name: tensor(array(p)) for name, p in parameters(cell).items()}
     weight = cell.last.weight
@@ -275,10 +276,9 @@ def test_parameters_that_change_between_forward_and_backward_are_an_error(rank, 
             change()
             return out
 
-        with pytest.raises(PhaseError, match="parameters have changed since the forward"):
-            differentiate(how, cell, loss, *batch(rank))
-        assert all(p._grad is None for p in parameters(cell).values())
-        cell.reset_iter_state()
+        _, found = differentiate(how, cell, loss, *batch(rank))
+        same({name: array(g) for name, g in found.items() if g is not None}, expected)
+        cell.zero_grad()
         cell.load_state_dict(values)
     same(step(how, cell, *batch(rank)), clean(how, world, *batch(rank)))
 

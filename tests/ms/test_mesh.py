@@ -139,7 +139,7 @@ net, mesh = Net(), hm.init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
 state = hm.shard_cell(net, mesh, [f"layers.{i}" for i in range(10)], reshard_after_forward=WAY)
 x = Tensor(np.ones((2, 64), np.float32))
 hm.value_and_grad(lambda p, x: hm.functional_call(net, p, x).sum())(state, x)
-print(len(set(addresses)))
+print((max(addresses) - min(addresses)) // 16_384)  # of so many parameters' memory
 """
     counts = []
     for way in ("True", "False"):
@@ -151,4 +151,4 @@ print(len(set(addresses)))
         )
         assert run.returncode == 0, run.stderr
         counts.append(int(run.stdout))
-    assert counts[0] <= 6 and counts[1] == 11, counts
+    assert counts[0] <= 5 and counts[1] >= 9, counts
