@@ -294,3 +294,16 @@ def test_groups_are_planned_together_each_as_it_was_set():
     assert (second.mp_policy, second.reduction) == (bf16, ReductionPolicy("sum"))
     unfused = inner._replace(wanted=[Shard(0), Shard(0)], settings=settings(fused=False))
     assert len(plan_groups([root, unfused], mesh, OffloadPolicy()).units[1].buckets) == 2
+
+
+def test_switching_off_one_way_with_unused_parameters_leaves_the_other_on():
+    module = Module()
+    group = module._hsdp_group
+    module.set_reduce_scatter_unused_params(True)
+    module.set_check_unused_params(False)
+    assert group.settings.reduction.unused == "zeros"
+    module.set_check_unused_params(True)
+    module.set_reduce_scatter_unused_params(False)
+    assert group.settings.reduction.unused == "checked"
+    module.set_check_unused_params(False)
+    assert group.settings.reduction.unused == "none"

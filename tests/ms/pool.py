@@ -29,16 +29,24 @@ START_LIMIT_S = 200.0
 """How long a fresh set may take to import MindSpore and to join its group."""
 
 
-def on_ranks(*worlds: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    *worlds: int, blocking: bool = True, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a pytest test whose body runs as ``body(rank, world, ...)`` on every rank of ``mccl`` groups of these sizes;
-    further parameters are the test's own."""
+    further parameters are the test's own.
+
+    Args:
+        blocking: operators run in the calling thread, which on few cores is many times faster; else in MindSpore's own
+            threads, as it does unless told otherwise.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         names = list(inspect.signature(body).parameters)[2:]
 
         def test(mccl: Any, **given: Any) -> None:
             for world in worlds:
-                mccl.run(body, *[given[name] for name in names], world=world, **{"timeout": 300.0, **options})
+                pool = mccl if blocking else mccl.own_threads
+                pool.run(body, *[given[name] for name in names], world=world, **{"timeout": 300.0, **options})
 
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
         kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("mccl", *names)]
@@ -51,17 +59,37 @@ def on_ranks(*worlds: int, **options: Any) -> Callable[[Callable[..., None]], Ca
 
 
 class MsPool(GlooPool):
-    """Runs module-level functions on all ranks of ``mccl`` groups; see `GlooPool`."""
+    """Runs module-level functions on all ranks of ``mccl`` groups; see `GlooPool`.
+
+    Args:
+        blocking: see `on_ranks`.
+    """
+
+    def __init__(self, *, blocking: bool = True) -> None:
+        super().__init__()
+        self._blocking = blocking
+        if blocking:
+            self.own_threads = MsPool(blocking=False)
+
+    def close(self) -> None:
+        """See `GlooPool.close`."""
+        super().close()
+        if self._blocking:
+            self.own_threads.close()
 
     def _job(
         self, fn: Callable[..., Any], args: tuple[Any, ...], world: int, timeout: float, group_intact: bool
     ) -> list[Outcome]:
         if world not in self._sets:
-            self._sets[world] = _MsWorkers(world)
+            self._sets[world] = _MsWorkers(world, blocking=self._blocking)
         return super()._job(fn, args, world, timeout, group_intact)
 
 
 class _MsWorkers(_WorkerSet):
+    def __init__(self, world: int, *, blocking: bool) -> None:
+        self._blocking = blocking and not os.environ.get("HSDP_MS_ASYNC")
+        super().__init__(world)
+
     def _start(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="mccl-pool-")
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -73,7 +101,7 @@ class _MsWorkers(_WorkerSet):
             _stack_file(self._directory, rank).touch()
             ours, theirs = Pipe()
             self._pipes.append(ours)
-            call = f"serve({rank}, {self._world}, {port}, {self._directory!r}, {theirs.fileno()})"
+            call = f"serve({rank}, {self._world}, {port}, {self._directory!r}, {theirs.fileno()}, {self._blocking})"
             code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import serve; {call}"
             with theirs:  # closed here, so that the death of the worker is seen as the end of its pipe
                 command = [sys.executable, "-u", "-c", code]
@@ -82,7 +110,7 @@ class _MsWorkers(_WorkerSet):
             raise RemoteError(self._world, failures)
 
 
-def serve(rank: int, world: int, port: int, directory: str, descriptor: int) -> NoReturn:
+def serve(rank: int, world: int, port: int, directory: str, descriptor: int, blocking: bool) -> NoReturn:
     """Body of a worker: join the group, then answer one job after the other until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
     pipe = Connection(descriptor)
@@ -96,7 +124,7 @@ def serve(rank: int, world: int, port: int, directory: str, descriptor: int) -> 
 
             import hsdp_fn_ms
 
-            if not os.environ.get("HSDP_MS_ASYNC"):  # operators in the calling thread: many times faster on few cores
+            if blocking:
                 mindspore.runtime.launch_blocking()
             hsdp_fn_ms.init_process_group(rank=rank, world_size=world, address=f"127.0.0.1:{port}", timeout=180.0)
             pipe.send_bytes(pickle.dumps(Outcome(rank)))
