@@ -285,7 +285,9 @@ def load_rows(
     return rows, found[0]
 
 
-def save_full(path: str | PathLike[str], state: HSDPState, *, rename: Mapping[str, str] | None = None) -> None:
+def save_full(
+    path: str | PathLike[str], target: HSDPState | nn.Cell, *, rename: Mapping[str, str] | None = None
+) -> None:
     """Write all masters, whole, into one safetensors file, for ``load_checkpoint(path, format="safetensors")`` of
     MindSpore and anything else that reads such files. Doesn't consume the state; a tied parameter is there once a name.
 
@@ -294,10 +296,12 @@ def save_full(path: str | PathLike[str], state: HSDPState, *, rename: Mapping[st
 
     Args:
         path: of the file; one that is there is replaced once the new one is complete.
+        target: a state, in any phase, or the root cell of `fully_shard`, outside of forward and backward.
 
     Raises:
         OSError, MeshError, PeerFailed: as `save_checkpoint`. The old file is still there then.
     """
+    state = target if isinstance(target, HSDPState) else root_tree(target, "save_full").up_to_date()
     path, backend, lead = Path(path), ms_backend(state), min(state.layout.mesh.ranks)
     parts: dict[str, Part] = {}
     files: list[FileWriter] = []

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import weakref
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
+from safetensors.numpy import load_file
 
 import hsdp_fn_ms as hm
 from hsdp_fn import MixedPrecisionPolicy, PhaseError, masters
@@ -48,6 +52,14 @@ def test_the_state_has_the_values_of_the_parameters_at_any_moment(rank, world, h
     rows = masters(cell.hsdp_state)
     for name, param in parameters(cell).items():
         np.testing.assert_array_equal(array(rows[name]), array(param))
+    whole, file = hm.get_model_state_dict(cell), Path(tempfile.gettempdir()) / f"hsdp_fn_{how}_{os.getppid()}"
+    hm.save_full(file, cell)
+    loaded = load_file(file)
+    assert loaded.keys() == whole.keys()
+    for name, value in whole.items():
+        np.testing.assert_array_equal(loaded[name], array(value))
+    mint.distributed.barrier()
+    file.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("how", HOWS)
