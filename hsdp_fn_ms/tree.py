@@ -161,16 +161,18 @@ class Tree(Rollback):
         self._calls += 1
         try:
             if group.layout is None:
-                return casting(group.settings.mp_policy, call, args, kwargs)
-            return frame.run(self.indices[id(group)], call, args, kwargs, final=group.runs(cell))
+                out = casting(group.settings.mp_policy, call, args, kwargs)
+            else:
+                out = frame.run(self.indices[id(group)], call, args, kwargs, final=group.runs(cell))
+            if outermost and self.frame is frame:
+                self._pass_ends(frame, whole=cell is self.root)
+            return out
         except BaseException:
             if outermost:
                 self.drop()
             raise
         finally:
             self._calls -= 1
-            if outermost and self.frame is frame:
-                self._pass_ends(frame, whole=cell is self.root)
 
     def unshard(self, group: Group, *, wait: bool) -> None:
         """Gather a group by hand. Communicates: its all-gathers, unless it is there."""

@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from safetensors.numpy import load_file
 
 import hsdp_fn_ms as hm
-from hsdp_fn import MixedPrecisionPolicy, PhaseError, masters
+from hsdp_fn import MixedPrecisionPolicy, PeerFailed, PhaseError, masters
 from tests.ms.pool import on_ranks
 from tests.ms.workers import Chain, Plain, Tied, array, batch, fill, mesh_of, squares, tensor
 from tests.ms.workers_facade import HOWS, differentiate, parameters, sharded, trainable
@@ -77,6 +78,29 @@ def test_steps_are_counted_alike_though_only_one_rank_has_changed(rank, world, h
     with ms._no_grad():
         cell(batch(rank)[0])
     assert (cell.hsdp_state.step, cell.hsdp_state.micro) == (2, 0)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@on_ranks(2)
+def test_steps_are_the_same_on_all_ranks_after_an_attempt_that_failed_on_one(rank, world, how):
+    cell = sharded(fill(Chain()), mesh_of("shard", world))
+    optimizer = nn.SGD(cell.trainable_params(), learning_rate=0.1)
+    x, y = batch(rank)
+    for fails in (0, 1, 0):
+
+        def loss(x: Tensor, y: Tensor, fails: int = fails) -> Tensor:
+            return squares(cell(x), y) * (1 // (1 - fails * (rank == 0)))
+
+        with pytest.raises((ZeroDivisionError, PeerFailed)) if fails else nullcontext(), hm.recoverable(cell):
+            _, found = differentiate(how, cell, loss, x, y)
+        if not fails:
+            given = found if how == "function" else {n: p.grad for n, p in trainable(cell).items()}
+            optimizer(tuple([given[n] for n in trainable(cell)]))
+            cell.zero_grad()
+    with ms._no_grad():
+        cell(x)
+    steps = cell.hsdp_state.backend.exchange(str(cell.hsdp_state.step))
+    assert set(steps.values()) == {"2"}
 
 
 @on_ranks(2)
