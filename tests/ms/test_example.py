@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,24 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(tmp_path):
 )
 def test_what_the_command_line_cannot_mean_is_refused(arguments, message):
     assert message in run(*arguments, code=2)
+
+
+def test_it_runs_under_msrun(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # workers are started with `python`
+    script = [str(ROOT / "examples" / "mindspore" / "train_gpt.py"), *TINY, "--steps", "2", "--api", "facade"]
+    workers = [
+        "--worker_num=2",
+        "--local_worker_num=2",
+        f"--master_port={port}",
+        f"--log_dir={tmp_path}",
+        "--join=True",
+    ]
+    command = [str(Path(sys.executable).parent / "msrun"), *workers, *script]
+    ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200, cwd=tmp_path)
+    log = (tmp_path / "worker_0.log").read_text()
+    assert ended.returncode == 0, log
+    assert "step    2" in log and "a step issues 2 reduce_scatter" in log
