@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -59,3 +60,16 @@ def handled(layout: Layout, reductions: Sequence[ReductionPolicy], handling: Seq
         [replace(u, reduction=r, reshard_after_forward=reshard) for u, (r, reshard) in zip(units, ways, strict=True)]
     )
     return replace(layout, units=units)
+
+
+@contextmanager
+def reducing_fully(handling: Sequence[Handling]) -> Iterator[None]:
+    """Inside, backward reduces everything, whatever is set."""
+    syncs = [way.sync for way in handling]
+    for way in handling:
+        way.sync = Sync.FULL
+    try:
+        yield
+    finally:
+        for way, sync in zip(handling, syncs, strict=True):
+            way.sync = sync

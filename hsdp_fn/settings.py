@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from .handling import Handling
 from .layout import ROOT, Layout, OnMesh, ParamSpec, Placement, UnitSpec
 from .mesh import MeshSpec
 from .planner import plan_layout
 from .policy import MixedPrecisionPolicy, OffloadPolicy, ReductionPolicy
+from .state import HSDPState
 
 
 @dataclass(slots=True)
@@ -52,6 +54,73 @@ class GroupPlan(NamedTuple):
     wanted: Sequence[Placement | OnMesh]
     settings: Settings
     mesh: MeshSpec
+
+
+class ArrangedGroup(Protocol):
+    """A group, as `arrange` takes it."""
+
+    @property
+    def modules(self) -> Sequence[object]:
+        """What runs as one unit."""
+        ...
+
+    @property
+    def settings(self) -> Settings:
+        """What users have set."""
+        ...
+
+    @property
+    def handling(self) -> Handling:
+        """How frames treat it."""
+        ...
+
+    @property
+    def layout(self) -> Layout | None:
+        """None for a group without parameters."""
+        ...
+
+
+def arrange(groups: Iterable[ArrangedGroup], root: object, indices: Mapping[int, int]) -> None:
+    """Work out what settings mean below a root: its own default of resharding, and prefetch lists.
+
+    Args:
+        groups: all of them; their ``handling`` is changed.
+        indices: of those with parameters the place in the layout, by identity.
+
+    Raises:
+        ValueError: a prefetch list names a module of another root.
+    """
+
+    def places(listed: Sequence[ArrangedGroup] | None) -> tuple[int, ...] | None:
+        if listed is None:
+            return None
+        with_parameters = [g for g in listed if g.layout is not None]
+        strangers = [type(g.modules[0]).__name__ for g in with_parameters if id(g) not in indices]
+        if strangers:
+            raise ValueError(f"modules to prefetch must belong to the same root module; {strangers} don't")
+        return tuple([indices[id(g)] for g in with_parameters])
+
+    for group in groups:
+        s, way = group.settings, group.handling
+        default = not any(module is root for module in group.modules)
+        way.reshard_after_forward = default if s.reshard_after_forward is None else s.reshard_after_forward
+        way.forward_prefetch = places(s.forward_prefetch)
+        way.backward_prefetch = places(s.backward_prefetch)
+
+
+def require_sums_fit(state: HSDPState, layout: Layout) -> None:
+    """Can the state's units go on with a new layout of the same parameters?
+
+    Raises:
+        RuntimeError: reduce-scattered sums of earlier microbatches are held, of other trainable parameters.
+    """
+    for unit, old, new in zip(state.units, state.layout.units, layout.units, strict=True):
+        frozen = [p.requires_grad for p in old.params] != [p.requires_grad for p in new.params]
+        if unit.acc_partial is not None and frozen:
+            raise RuntimeError(
+                f"parameters of unit {new.title!r} were frozen or unfrozen while sums of earlier microbatches are "
+                f"held back; finish the accumulation first, or drop it with reset_iter_state"
+            )
 
 
 def plan_groups(groups: Iterable[GroupPlan], mesh: MeshSpec, offload: OffloadPolicy) -> Layout:

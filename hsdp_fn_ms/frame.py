@@ -44,7 +44,7 @@ class Frame:
         backends: what each unit communicates with, if not the state's backend.
         tables: where the cells keep their parameters, if not known through `bind`.
         followers: see `hsdp_fn.order.Order`.
-        on_backward: called at the first sign of a backward; may raise. None: `begin_backward` is called instead.
+        on_backward: called at the first sign of a backward. None: `begin_backward` is called instead.
 
     Attributes:
         now: the forward that is running.

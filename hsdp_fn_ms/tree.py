@@ -18,11 +18,12 @@ from mindspore.graph.api import _pynative_executor
 from hsdp_fn import HSDPState, PhaseError, Sync, UnitState
 from hsdp_fn import unit as on_unit
 from hsdp_fn.agreement import agree
+from hsdp_fn.handling import reducing_fully
 from hsdp_fn.layout import Layout
 from hsdp_fn.policy import Keep
 from hsdp_fn.rollback import Gradients, Rollback, without_full
 from hsdp_fn.schedule import Log
-from hsdp_fn.settings import GroupPlan, plan_groups
+from hsdp_fn.settings import GroupPlan, arrange, plan_groups, require_sums_fit
 from hsdp_fn.state import Token
 
 from . import compat
@@ -93,20 +94,7 @@ class Tree(Rollback):
         Raises:
             ValueError: a prefetch list names a cell of another tree.
         """
-        for group in self._all:
-            s, way = group.settings, group.handling
-            default = not any(m is self.root for m in group.modules)
-            way.reshard_after_forward = default if s.reshard_after_forward is None else s.reshard_after_forward
-            way.forward_prefetch = self._indices(s.forward_prefetch)
-            way.backward_prefetch = self._indices(s.backward_prefetch)
-
-    def _indices(self, groups: Sequence[Group] | None) -> tuple[int, ...] | None:
-        if groups is None:
-            return None
-        strangers = [type(g.modules[0]).__name__ for g in groups if g.layout is not None and id(g) not in self.indices]
-        if strangers:
-            raise ValueError(f"modules to prefetch must belong to the same root module; {strangers} don't")
-        return tuple([self.indices[id(g)] for g in groups if g.layout is not None])
+        arrange(self._all, self.root, self.indices)
 
     @property
     def running(self) -> bool:
@@ -341,14 +329,7 @@ class Tree(Rollback):
             RuntimeError: reduce-scattered sums of earlier microbatches are held, of other parameters.
         """
         layout = self._plan()
-        for unit, old, new in zip(self.committed.units, self.committed.layout.units, layout.units, strict=True):
-            if unit.acc_partial is not None and [p.requires_grad for p in old.params] != [
-                p.requires_grad for p in new.params
-            ]:
-                raise RuntimeError(
-                    f"parameters of unit {new.title!r} were frozen or unfrozen while sums of earlier microbatches are "
-                    f"held back; finish the accumulation first, or drop it with reset_iter_state"
-                )
+        require_sums_fit(self.committed, layout)
         return layout
 
     def _plan(self) -> Layout:
@@ -422,20 +403,14 @@ class Tree(Rollback):
         """
         if self.running:
             raise PhaseError("finish_accumulation inside a forward or backward; call it afterwards")
-        ways = [g.handling for g in self.groups]
-        syncs = [way.sync for way in ways]
         with ms._no_grad():
             self._running().start_sweep()
-            for way in ways:
-                way.sync = Sync.FULL
             try:
-                self.keep_or_deliver(self.end_backward(hooks=True, micro=0))
+                with reducing_fully([g.handling for g in self.groups]):
+                    self.keep_or_deliver(self.end_backward(hooks=True, micro=0))
             except BaseException:
                 self.drop()
                 raise
-            finally:
-                for way, sync in zip(ways, syncs, strict=True):
-                    way.sync = sync
 
     def keep_or_deliver(self, gradients: Gradients) -> None:
         """Gradients, after their hooks, for the parameters' ``.grad``: at once, or when the attempt has succeeded."""

@@ -23,9 +23,9 @@ from hsdp_fn import (
     Shard,
     Sync,
 )
-from hsdp_fn.handling import Handling
+from hsdp_fn.handling import Handling, reducing_fully
 from hsdp_fn.setters import Setters, existing_tree
-from hsdp_fn.settings import GroupPlan, Settings, plan_groups
+from hsdp_fn.settings import GroupPlan, Settings, arrange, plan_groups
 
 
 def settings(**fields: Any) -> Settings:
@@ -307,3 +307,33 @@ def test_switching_off_one_way_with_unused_parameters_leaves_the_other_on():
     assert group.settings.reduction.unused == "checked"
     module.set_check_unused_params(False)
     assert group.settings.reduction.unused == "none"
+
+
+def test_settings_mean_the_same_below_any_root():
+    root, other = object(), object()
+    a, b = Group(), Group()
+    for group, module in ((a, root), (b, other)):
+        group.modules, group.layout = [module], object()
+    indices = {id(a): 0, id(b): 1}
+    a.settings.forward_prefetch, b.settings.backward_prefetch = [b], [a]
+    arrange([a, b], root, indices)
+    assert (a.handling.reshard_after_forward, b.handling.reshard_after_forward) == (False, True)
+    assert (a.handling.forward_prefetch, a.handling.backward_prefetch) == ((1,), None)
+    assert b.handling.backward_prefetch == (0,)
+    a.settings.reshard_after_forward = 2
+    arrange([a, b], root, indices)
+    assert a.handling.reshard_after_forward == 2
+    b.layout = None  # without parameters: nothing to prefetch
+    arrange([a, b], root, {id(a): 0})
+    assert a.handling.forward_prefetch == ()
+    b.layout = object()
+    with pytest.raises(ValueError, match=r"must belong to the same root module; \['object'\] don't"):
+        arrange([a, b], root, {id(a): 0})
+
+
+def test_reducing_fully_is_over_at_the_end_also_of_an_error():
+    ways = [Handling(Sync.NONE), Handling(Sync.SHARD)]
+    with pytest.raises(KeyError), reducing_fully(ways):
+        assert [way.sync for way in ways] == [Sync.FULL, Sync.FULL]
+        raise KeyError
+    assert [way.sync for way in ways] == [Sync.NONE, Sync.SHARD]

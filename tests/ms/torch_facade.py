@@ -10,38 +10,12 @@ def train_with_torch(
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses of this rank and the trained weights, by MindSpore's names of the norm's parameters."""
     import torch
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
     import hsdp_fn_torch as ht
-    from tests.ms.sizes import HIDDEN, OUT, WIDTH
+    from tests.ms.torch_side import chain
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH)
-            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(torch.relu(self.up(self.norm(x))))
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
-            self.layers = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = layer(x)
-            return self.last(x)
-
-    def ours(name: str) -> str:
-        return name.replace("norm.gamma", "norm.weight").replace("norm.beta", "norm.bias")
-
-    model = Chain()
-    model.load_state_dict({ours(name): torch.from_numpy(value) for name, value in weights.items()})
+    model, ours = chain(weights)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     for module in (*model.layers, model):
         ht.fully_shard(module, mesh=mesh)

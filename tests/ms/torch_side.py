@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,22 +10,11 @@ import numpy as np
 LAYERS = ("layers.0", "layers.1", "layers.2")
 
 
-def train_on_torch(
-    rank: int,
-    world: int,
-    shape: tuple[int, ...],
-    weights: dict[str, Any],
-    batches: list[list[tuple[Any, Any]]],
-    lr: float,
-    max_norm: float,
-) -> tuple[list[float], dict[str, Any]]:
-    """Losses of this rank and the trained weights, by MindSpore's names of the norm's parameters."""
+def chain(weights: dict[str, Any]) -> tuple[Any, Callable[[str], str]]:
+    """The model of the comparison with these weights, and torch's name for one of MindSpore's."""
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
 
-    import hsdp_fn_torch as ht
-    from hsdp_fn import full_params, unshard
     from tests.ms.sizes import HIDDEN, OUT, WIDTH
 
     class Block(nn.Module):
@@ -55,6 +45,26 @@ def train_on_torch(
 
     model = Chain()
     model.load_state_dict({ours(name): torch.from_numpy(value) for name, value in weights.items()})
+    return model, ours
+
+
+def train_on_torch(
+    rank: int,
+    world: int,
+    shape: tuple[int, ...],
+    weights: dict[str, Any],
+    batches: list[list[tuple[Any, Any]]],
+    lr: float,
+    max_norm: float,
+) -> tuple[list[float], dict[str, Any]]:
+    """Losses of this rank and the trained weights, by MindSpore's names of the norm's parameters."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import hsdp_fn_torch as ht
+    from hsdp_fn import full_params, unshard
+
+    model, ours = chain(weights)
     names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
     state = ht.shard_module(model, init_device_mesh("cpu", shape, mesh_dim_names=names), LAYERS)
     step = ht.value_and_grad(lambda p, x, y: ((ht.functional_call(model, p, x) - y) ** 2).mean())
